@@ -1,0 +1,41 @@
+"""Typed, frozen configuration; standard library only, so that `--help` and `recipes` are instant."""
+
+from nanosprint.config.groups import AdamConfig, MuonConfig, ParamGroup
+from nanosprint.config.model import (
+    AttnSpec,
+    InitSpec,
+    LayerSpec,
+    MLPSpec,
+    ModelConfig,
+    NgramSpec,
+    RotarySpec,
+    Skip,
+    SoftcapSpec,
+)
+from nanosprint.config.recipe import DataConfig, EvalConfig, Execution, Precision, Recipe, TrainConfig
+from nanosprint.config.schedule import LRSchedule, MomentumSchedule, Schedule, StepPlan
+
+__all__ = [
+    "AdamConfig",
+    "AttnSpec",
+    "DataConfig",
+    "EvalConfig",
+    "Execution",
+    "InitSpec",
+    "LRSchedule",
+    "LayerSpec",
+    "MLPSpec",
+    "ModelConfig",
+    "MomentumSchedule",
+    "MuonConfig",
+    "NgramSpec",
+    "ParamGroup",
+    "Precision",
+    "Recipe",
+    "RotarySpec",
+    "Schedule",
+    "Skip",
+    "SoftcapSpec",
+    "StepPlan",
+    "TrainConfig",
+]

@@ -1,0 +1,36 @@
+"""Which parameters are updated by which rule.
+
+Modules declare a role for each of their parameters ("matrix", "embed", "head", "gate.smear", ...). A `ParamGroup`
+matches a role or a prefix of it; the longest match wins, so "gate" covers "gate.smear" until a recipe says more.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamConfig:
+    """AdamW (Kingma & Ba 2014, arXiv:1412.6980; Loshchilov & Hutter 2017, arXiv:1711.05101)."""
+
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+
+
+@dataclass(frozen=True, kw_only=True)
+class MuonConfig:
+    """Muon (Jordan et al. 2024): orthogonalised Nesterov momentum. The schedule gives the momentum."""
+
+    momentum: float = 0.95
+    scale: Literal["rms", "spectral"] = "spectral"
+    orthogonalizer: Literal["ns5", "polar_express"] = "ns5"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParamGroup:
+    """Parameters by role, their rule, and the rate that the schedule's factor multiplies."""
+
+    role: str
+    rule: AdamConfig | MuonConfig
+    lr: float
+    weight_decay: float = 0.0
+    every: int = field(default=1, metadata={"help": "update on every n-th step, with the sum of the gradients since"})

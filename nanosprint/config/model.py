@@ -1,0 +1,161 @@
+"""What a model is made of: a few global choices and one spec per layer.
+
+Specs are frozen values without torch, so that recipes load at once and can be printed, compared and hashed. Every
+field is a switch of the ablation ladder; modules in `nanosprint/model/` read them once, when they are built. Layers
+are described one by one: a layer number never appears in code, only in the recipe that writes `layers`.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Activation = Literal["gelu", "gelu_tanh", "relu2"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttnSpec:
+    """Causal self-attention. `window` names one of the schedule's windows, or "full" for everything before."""
+
+    window: Literal["full", "short", "long"] = "full"
+    value_table: str | None = None  # name of the token table whose rows are added to the values
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLPSpec:
+    """Two projections with an activation between them. `hidden` is the inner width."""
+
+    hidden: int
+    activation: Activation = "relu2"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Skip:
+    """Adds an earlier layer's output, by the name of its tap, times a learned weight that starts at `init`."""
+
+    tap: str
+    init: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSpec:
+    """One residual layer. A missing mixer or MLP is None; `tap` gives the layer's output a name for later skips."""
+
+    mixer: AttnSpec | None
+    mlp: MLPSpec | None
+    skips: tuple[Skip, ...] = ()
+    tap: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RotarySpec:
+    """Rotary positions (Su et al. 2021, arXiv:2104.09864).
+
+    `base` is the ratio of the fastest to the slowest frequency; `fraction` the share of the frequencies that rotate,
+    the rest standing still (half-truncated rotary: 0.5).
+    """
+
+    base: float = 10_000.0
+    fraction: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SoftcapSpec:
+    """Keeps logits in a range: `cap * tanh(z / cap)`, or `scale * sigmoid((z + shift) / width)`."""
+
+    kind: Literal["tanh", "sigmoid"] = "tanh"
+    cap: float = 30.0
+    shift: float = 0.0
+    width: float = 7.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class NgramSpec:
+    """A table of learned vectors for the last `order` tokens, hashed into `rows`, added to the token embedding."""
+
+    order: int
+    rows: int
+    dim: int | None = None  # narrower than the model: a projection widens it
+
+
+@dataclass(frozen=True, kw_only=True)
+class InitSpec:
+    """Initial values. `linear` "normal" uses `linear_std`; "fan_in" is uniform with sd `linear_std / sqrt(fan_in)`."""
+
+    linear: Literal["normal", "fan_in"] = "fan_in"
+    linear_std: float = 3**-0.5  # of PyTorch's default uniform(+-1/sqrt(fan_in))
+    embed_std: float = 1.0
+    head: Literal["zero", "as_linear"] = "zero"
+    projections: Literal["zero", "scaled", "as_linear"] = "zero"  # "scaled": linear_std / sqrt(2 * num_layers)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """A GPT. See the field comments; the recipes show complete values."""
+
+    vocab_size: int  # columns of the softmax; ids the tokenizer does not know are never sampled
+    dim: int
+    num_heads: int
+    seq_len: int  # longest context in training, in tokens
+    layers: tuple[LayerSpec, ...]
+    positions: Literal["learned", "rotary", "none"] = "rotary"
+    rotary: RotarySpec = RotarySpec()
+    norm: Literal["layernorm", "rms"] = "rms"  # layernorm has gain and, with `bias`, a bias; rms has neither
+    norm_eps: float | None = None  # None: the machine epsilon of fp32
+    bias: bool = False
+    qk_norm: bool = True
+    attn_scale: float | None = None  # None: 1 / sqrt(head_dim)
+    attn_branch_scale: float = 1.0
+    tied_head: bool = False
+    embed_norm: bool = True
+    x0_skip: bool = False
+    value_residual: bool = False
+    ngrams: tuple[NgramSpec, ...] = ()
+    softcap: SoftcapSpec | None = None
+    init: InitSpec = InitSpec()
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def head_dim(self) -> int:
+        return self.dim // self.num_heads
+
+    def validate(self) -> None:
+        """Raise ValueError naming the first setting that cannot work and what would."""
+        _require_positive(self, "vocab_size", "dim", "num_heads", "seq_len")
+        if not self.layers:
+            raise ValueError("model.layers is empty: a model needs at least one layer (model.num_layers >= 1)")
+        if self.dim % self.num_heads:
+            fits = [h for h in range(1, self.dim + 1) if self.dim % h == 0]
+            nearest = min(fits, key=lambda h: abs(h - self.num_heads))
+            raise ValueError(
+                f"model.dim={self.dim} is not divisible by model.num_heads={self.num_heads}: try {nearest} heads"
+            )
+        if self.positions == "rotary" and self.head_dim % 4:
+            raise ValueError(
+                f"rotary positions need a head size divisible by 4, not {self.head_dim} "
+                f"(model.dim={self.dim} / model.num_heads={self.num_heads})"
+            )
+        if self.tied_head and self.init.head == "zero":
+            raise ValueError("model.tied_head with model.init.head=zero would zero the embedding: use as_linear")
+        self._validate_taps()
+
+    def _validate_taps(self) -> None:
+        known: list[str] = []
+        for i, layer in enumerate(self.layers):
+            for skip in layer.skips:
+                if skip.tap not in known:
+                    raise ValueError(
+                        f"model.layers.{i} reads tap {skip.tap!r} before any layer writes it; written so far: {known}"
+                    )
+            if layer.tap in known:
+                raise ValueError(f"model.layers.{i} writes tap {layer.tap!r}, which an earlier layer already wrote")
+            if layer.tap is not None:
+                known.append(layer.tap)
+
+
+def _require_positive(config: object, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if value < 1:
+            raise ValueError(f"model.{name}={value} must be at least 1")

@@ -1,0 +1,177 @@
+"""A recipe is the mathematics of a run, an `Execution` how it is carried out.
+
+Two runs with the same recipe hash train the same model on the same tokens in the same order; what differs (GPUs,
+micro-batches, attention backend, compilation) changes nothing but rounding, and is recorded beside it.
+"""
+
+import hashlib
+import json
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Any, Literal
+
+from nanosprint.config.edit import to_dict
+from nanosprint.config.groups import ParamGroup
+from nanosprint.config.model import ModelConfig
+from nanosprint.config.schedule import STEPS, Schedule, StepPlan, steps_field
+
+UNHASHED: dict[str, Any] = {"hashed": False}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Which tokens, and in which order.
+
+    "sequential" cuts the token stream into consecutive blocks. "shuffled" deals the blocks of `model.seq_len` tokens
+    of the whole training set in a random order that the run's seed decides, anew in every epoch.
+    """
+
+    name: str  # a folder under data/, unless --data names another place
+    tokenizer: Literal["gpt2", "chars", "bytes"] = "gpt2"
+    order: Literal["sequential", "shuffled"] = "sequential"
+    epochs: float = 1.0  # passes over the training tokens that are allowed; more data than that is an error
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Length and batch of a run. A step is divided into `lanes` equal parts that never see each other's tokens."""
+
+    num_steps: int = steps_field()
+    batch_tokens: int
+    lanes: int = 8
+    grad_clip: float | None = None  # global norm
+    log_every: int = field(default=10, metadata=UNHASHED)
+    checkpoint_every: int = field(default=0, metadata=UNHASHED)  # steps; 0: by time only
+    checkpoint_minutes: float = field(default=10.0, metadata=UNHASHED)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    """Validation: exactly the first `tokens` targets of the validation split, each scored once.
+
+    `stride` < `seq_len` slides the window: every target but the first few is scored with at least
+    `seq_len - stride` tokens of context.
+    """
+
+    tokens: int | None = None  # None: every target of the split
+    seq_len: int
+    stride: int | None = None  # None: seq_len, no overlap
+    every: int = steps_field()  # 0: only at the end
+    at_start: bool = False
+    batch_tokens: int = 65_536  # per process and call; changes only speed and memory
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """Number formats. "bf16" compute keeps parameters, their gradients and the loss in fp32."""
+
+    compute: Literal["bf16", "fp32", "fp64"] = "bf16"
+    orthogonalize: Literal["bf16", "fp32", "fp64"] = "bf16"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """A complete run, as a value. `validate` refuses what cannot work."""
+
+    name: str
+    source: str  # where its numbers come from
+    model: ModelConfig
+    data: DataConfig
+    train: TrainConfig
+    schedule: Schedule = Schedule()
+    groups: tuple[ParamGroup, ...]
+    precision: Precision = Precision()
+    eval: EvalConfig
+
+    def plan(self, step: int) -> StepPlan:
+        """What happens at `step`, 0 .. num_steps - 1."""
+        num_steps = self.train.num_steps
+        return StepPlan(
+            step=step,
+            lr_factor=self.schedule.lr.factor(step, num_steps),
+            momentum=self.schedule.momentum and self.schedule.momentum.value(step, num_steps),
+            batch_tokens=self.train.batch_tokens,
+            seq_len=self.model.seq_len,
+        )
+
+    @property
+    def tokens(self) -> int:
+        """Training tokens of the whole run."""
+        return sum(self.plan(step).batch_tokens for step in range(self.train.num_steps))
+
+    @property
+    def hash(self) -> str:
+        """Twelve hexadecimal digits that identify the mathematics; the name and the source do not count."""
+        mathematics = to_dict(self, hashed_only=True)
+        del mathematics["name"], mathematics["source"]
+        return hashlib.sha256(json.dumps(mathematics, sort_keys=True).encode()).hexdigest()[:12]
+
+    def with_num_steps(self, num_steps: int) -> "Recipe":
+        """The same recipe stretched or shrunk to `num_steps`: every count of steps changes in proportion."""
+        if num_steps < 1:
+            raise ValueError(f"train.num_steps={num_steps} must be at least 1")
+        return _scale_steps(self, num_steps, self.train.num_steps)
+
+    def validate(self) -> "Recipe":
+        """Return self; raise ValueError naming the first value that cannot work and the remedy."""
+        self.model.validate()
+        if self.train.num_steps < 1:
+            raise ValueError(f"train.num_steps={self.train.num_steps} must be at least 1")
+        self.schedule.validate(self.train.num_steps)
+        self._validate_batch()
+        self._validate_eval()
+        if not self.groups:
+            raise ValueError("groups is empty: no parameter would ever be updated")
+        if self.data.epochs <= 0:
+            raise ValueError(f"data.epochs={self.data.epochs} must be positive")
+        return self
+
+    def _validate_batch(self) -> None:
+        batch, lanes, seq_len = self.train.batch_tokens, self.train.lanes, self.model.seq_len
+        if lanes < 1:
+            raise ValueError(f"train.lanes={lanes} must be at least 1")
+        unit = lanes * seq_len
+        if batch < unit or batch % unit:
+            nearest = max(unit, round(batch / unit) * unit)
+            raise ValueError(
+                f"train.batch_tokens={batch} is not a multiple of train.lanes x model.seq_len = {lanes} x {seq_len}: "
+                f"the nearest that fits is {nearest}"
+            )
+
+    def _validate_eval(self) -> None:
+        seq_len, stride = self.eval.seq_len, self.eval.stride
+        if self.model.positions == "learned" and seq_len > self.model.seq_len:
+            raise ValueError(
+                f"eval.seq_len={seq_len} exceeds model.seq_len={self.model.seq_len}, "
+                "which is as far as learned positions reach"
+            )
+        if seq_len < 1 or (stride is not None and not 1 <= stride <= seq_len):
+            raise ValueError(f"eval.stride={stride} must lie between 1 and eval.seq_len={seq_len}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Execution:
+    """How a recipe is carried out. Recorded with a run, never hashed, changes nothing beyond rounding.
+
+    "auto" is resolved once, at the start of the run, and the choice is stored, so that a resumed run repeats it.
+    """
+
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    gpus: int = 1  # processes, on CPU too
+    lanes_per_microbatch: int | Literal["auto"] = "auto"
+    compute: Literal["auto", "bf16", "fp32"] = "auto"  # never below the recipe's precision
+    attention: Literal["auto", "sdpa", "reference"] = "auto"
+    compile: Literal["auto", "off", "default", "max-autotune"] = "auto"
+    threads: int = 0  # CPU threads per process; 0 leaves torch's choice
+    allocator: Literal["auto", "default", "expandable"] = "auto"
+
+
+def _scale_steps(config: Any, num_steps: int, old: int) -> Any:
+    """Every field in `config`, however deep, that counts steps, times num_steps / old."""
+    changes: dict[str, Any] = {}
+    for f in fields(config):
+        value = getattr(config, f.name)
+        if f.metadata.get("unit") == STEPS["unit"]:
+            changes[f.name] = 0 if value == 0 else max(1, round(value * num_steps / old))
+        elif is_dataclass(value):
+            changes[f.name] = _scale_steps(value, num_steps, old)
+    return replace(config, **changes)

@@ -1,0 +1,89 @@
+"""What happens at each step: a pure function from the step number to a `StepPlan`.
+
+Nothing here changes with time or remembers a previous call, so that a resumed run, a test and a plot ask the same
+question and get the same answer. Every field that counts steps is marked so that `Recipe.with_num_steps` can stretch
+or shrink the whole schedule in proportion.
+"""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+STEPS: dict[str, Any] = {"unit": "steps"}
+
+
+def steps_field(default: int = 0) -> Any:
+    """A dataclass field that counts optimizer steps and scales with the length of the run."""
+    return field(default=default, metadata=STEPS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LRSchedule:
+    """The factor on every learning rate: linear warm-up, then a cosine or a flat part with a linear cool-down.
+
+    "cosine" falls from 1 at the end of the warm-up to `floor` at the last step. "trapezoid" (also called
+    warmup-stable-decay; Hägele et al. 2024, arXiv:2405.18392) stays at 1 and falls linearly to `floor` over the last
+    `cooldown_steps`.
+    """
+
+    shape: Literal["cosine", "trapezoid"] = "trapezoid"
+    warmup_steps: int = steps_field()
+    cooldown_steps: int = steps_field()
+    floor: float = 0.0
+
+    def factor(self, step: int, num_steps: int) -> float:
+        """The factor at `step` in 0 .. num_steps - 1."""
+        if step < self.warmup_steps:
+            return (step + 1) / self.warmup_steps
+        if self.shape == "cosine":
+            progress = (step - self.warmup_steps) / max(1, num_steps - self.warmup_steps)
+            return self.floor + (1 - self.floor) * 0.5 * (1 + math.cos(math.pi * progress))
+        left = num_steps - step
+        if left >= self.cooldown_steps:
+            return 1.0
+        return self.floor + (1 - self.floor) * left / self.cooldown_steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class MomentumSchedule:
+    """Muon's momentum: linear from `start` to `end` over the first steps, and back over the last ones."""
+
+    start: float = 0.85
+    end: float = 0.95
+    warmup_steps: int = steps_field()
+    cooldown_steps: int = steps_field()
+
+    def value(self, step: int, num_steps: int) -> float:
+        if step < self.warmup_steps:
+            return self.start + (self.end - self.start) * step / self.warmup_steps
+        left = num_steps - step
+        if left < self.cooldown_steps:
+            return self.start + (self.end - self.start) * left / self.cooldown_steps
+        return self.end
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepPlan:
+    """All that a step needs to know besides its data."""
+
+    step: int
+    lr_factor: float
+    momentum: float | None  # None: every Muon group uses its own
+    batch_tokens: int
+    seq_len: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """The curves of a run; its length is `train.num_steps`."""
+
+    lr: LRSchedule = LRSchedule()
+    momentum: MomentumSchedule | None = None
+
+    def validate(self, num_steps: int) -> None:
+        for name, curve in (("lr", self.lr), ("momentum", self.momentum)):
+            if curve is not None and curve.warmup_steps + curve.cooldown_steps > num_steps:
+                raise ValueError(
+                    f"schedule.{name}: {curve.warmup_steps} warm-up and {curve.cooldown_steps} cool-down steps do not "
+                    f"fit into train.num_steps={num_steps}: lower one of them"
+                )
