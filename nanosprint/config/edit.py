@@ -83,9 +83,14 @@ def unknown_key(key: str, known: list[str]) -> ValueError:
     return ValueError(f"unknown key {key!r}" + (f": did you mean {near[0]!r}?" if near else ""))
 
 
+def read_value(hint: Any, value: Any, key: str) -> Any:
+    """`value`, which may be text from a command line, as the type `hint`; `key` names it in the ValueError."""
+    return _convert(hint, _read(value), key)
+
+
 def _set(config: Any, hint: Any, keys: list[str], value: Any, full: str) -> Any:
     if not keys:
-        return _convert(hint, _read(value), full)
+        return read_value(hint, value, full)
     key, rest = keys[0], keys[1:]
     if is_dataclass(config) and not isinstance(config, type):
         hints = get_type_hints(type(config))

@@ -55,9 +55,9 @@ class EvalConfig:
     tokens: int | None = None  # None: every target of the split
     seq_len: int
     stride: int | None = None  # None: seq_len, no overlap
-    every: int = steps_field()  # 0: only at the end
-    at_start: bool = False
-    batch_tokens: int = 65_536  # per process and call; changes only speed and memory
+    every: int = field(default=0, metadata=UNHASHED)  # steps; 0: only at the end
+    at_start: bool = field(default=False, metadata=UNHASHED)
+    batch_tokens: int = field(default=65_536, metadata=UNHASHED)  # per process and call
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,9 +77,9 @@ class Recipe:
     model: ModelConfig
     data: DataConfig
     train: TrainConfig
-    schedule: Schedule = Schedule()
+    schedule: Schedule
     groups: tuple[ParamGroup, ...]
-    precision: Precision = Precision()
+    precision: Precision
     eval: EvalConfig
 
     def plan(self, step: int) -> StepPlan:

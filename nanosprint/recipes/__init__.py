@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from nanosprint.config.edit import apply_overrides, known_keys, parse_overrides, unknown_key
+from nanosprint.config.edit import apply_overrides, known_keys, parse_overrides, read_value, unknown_key
 from nanosprint.config.recipe import Recipe
 
 
@@ -76,11 +76,10 @@ def load_recipe(name: str, overrides: Mapping[str, Any] | Sequence[str] = ()) ->
     todo: dict[str, Any] = dict(overrides) if isinstance(overrides, Mapping) else parse_overrides(tuple(overrides))
     dials = _default_dials(entries, name)
     for key in [k for k in todo if k in DIAL_KEYS]:
-        dials = apply_overrides(dials, {DIAL_KEYS[key]: todo.pop(key)})
+        dials = replace(dials, **{DIAL_KEYS[key]: read_value(int, todo.pop(key), key)})
     built = _build(entries, name, dials)
     if NUM_STEPS_KEY in todo:
-        wanted = apply_overrides(built, {NUM_STEPS_KEY: todo.pop(NUM_STEPS_KEY)}).train.num_steps
-        built = built.with_num_steps(wanted)
+        built = built.with_num_steps(read_value(int, todo.pop(NUM_STEPS_KEY), NUM_STEPS_KEY))
     try:
         return apply_overrides(built, todo).validate()
     except ValueError as error:

@@ -15,6 +15,7 @@ from nanosprint.config import (
     MLPSpec,
     ModelConfig,
     ParamGroup,
+    Precision,
     Recipe,
     Schedule,
     TrainConfig,
@@ -62,5 +63,6 @@ def gpt2(dials: Dials) -> Recipe:
             ParamGroup(role="embed", rule=ADAM, lr=6e-4, weight_decay=0.1),
             ParamGroup(role="vector", rule=ADAM, lr=6e-4),  # gains and biases: tensors of one axis do not decay
         ),
+        precision=Precision(compute="bf16"),
         eval=EvalConfig(tokens=10_485_760, seq_len=dials.seq_len, every=250),
     )
