@@ -34,3 +34,15 @@ class ParamGroup:
     lr: float
     weight_decay: float = 0.0
     every: int = field(default=1, metadata={"help": "update on every n-th step, with the sum of the gradients since"})
+
+
+def match_group(role: str, groups: tuple[ParamGroup, ...]) -> ParamGroup:
+    """The group for `role`: the one with the longest role that equals it or is a dotted prefix of it.
+
+    Raises ValueError where no group fits.
+    """
+    fits = [g for g in groups if role == g.role or role.startswith(g.role + ".")]
+    if not fits:
+        known = ", ".join(g.role for g in groups)
+        raise ValueError(f"no group for parameters of role {role!r}: the recipe has groups for {known}")
+    return max(fits, key=lambda g: len(g.role))

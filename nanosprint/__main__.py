@@ -1,0 +1,5 @@
+"""`python -m nanosprint`."""
+
+from nanosprint.cli import main
+
+main()

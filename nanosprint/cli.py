@@ -1,0 +1,319 @@
+"""The command `nanosprint`. Handlers are short and import what they need when they run, so that help is instant."""
+
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from nanosprint.config.recipe import Execution
+    from nanosprint.results.record import RunRecord
+    from nanosprint.results.runs import RunDir
+    from nanosprint.train.request import RunRequest
+
+STARTED = time.time()
+EXIT_FAILED, EXIT_USAGE, EXIT_DIVERGED = 1, 2, 3
+DEBUG = "NANOSPRINT_DEBUG"  # in the environment, so that the processes of --gpus see it, too
+
+
+def main() -> None:
+    """Entry point of `nanosprint` and of `python -m nanosprint`."""
+    sys.exit(guarded(lambda: cli.main(standalone_mode=False)))
+
+
+def guarded(work: Callable[[], Any]) -> int:
+    """Run `work` and return an exit code; what a user can understand is printed as one line, without a traceback."""
+    from nanosprint.errors import DivergedError, Interrupted
+
+    try:
+        result = work()
+        return result if isinstance(result, int) else 0
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except Interrupted as error:
+        return _fail(error, 128 + error.signum)
+    except (KeyboardInterrupt, click.Abort) as error:
+        return _fail(error, 128 + signal.SIGINT, "stopped")
+    except DivergedError as error:
+        return _fail(error, EXIT_DIVERGED)
+    except ValueError as error:
+        return _fail(error, EXIT_USAGE)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader left: nobody is to be told
+        return EXIT_FAILED
+    except OSError as error:
+        return _fail(error, EXIT_FAILED)
+
+
+def _fail(error: BaseException, code: int, message: str | None = None) -> int:
+    if DEBUG in os.environ:
+        traceback.print_exception(error)
+    print(f"error: {message or error}", file=sys.stderr, flush=True)
+    return code
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+@click.version_option(package_name="nanosprint")
+def cli(debug: bool) -> None:
+    """Train GPT-2-class language models to a target loss in the least wall-clock time, and prove it."""
+    if debug:
+        os.environ[DEBUG] = "1"
+
+
+# --- runs ---------------------------------------------------------------------------------------------------------
+
+
+@cli.command()
+@click.argument("recipe")
+@click.argument("overrides", nargs=-1, metavar="[KEY.SUB=VALUE]...")
+@click.option("--gpus", type=click.IntRange(1), help="Processes on this machine, one a GPU; on a CPU, too.")
+@click.option("--out", type=click.Path(path_type=Path), help="Run directory.  [default: runs/<time>-<recipe>]")
+@click.option("--data", type=click.Path(path_type=Path), help="Folder of shards.  [default: data/<data.name>]")
+@click.option("--seed", type=click.IntRange(0), default=1337, show_default=True, help="Decides weights and order.")
+@click.option("--device", type=click.Choice(["auto", "cpu", "cuda", "mps"]), help="[default: cuda if there is one]")
+@click.option("--max-steps", type=click.IntRange(1), help="Stop early; the schedule stays that of the whole run.")
+@click.option("--budget", metavar="60s|20M", help="Fit the whole schedule into a training time or number of tokens.")
+@click.option("--profile", is_flag=True, help="Write a trace and a table of time by kernel group.")
+@click.option("--wandb", is_flag=True, help="Log to Weights & Biases, too.")
+@click.option("--tensorboard", is_flag=True, help="Log to TensorBoard, too.")
+def train(
+    recipe: str,
+    overrides: tuple[str, ...],
+    gpus: int | None,
+    out: Path | None,
+    data: Path | None,
+    seed: int,
+    device: str | None,
+    max_steps: int | None,
+    budget: str | None,
+    profile: bool,
+    wandb: bool,
+    tensorboard: bool,
+) -> None:
+    """Train RECIPE, with single values changed where wanted.
+
+    For example: nanosprint train gpt2 model.num_layers=6 exec.compile=off --data DIR --max-steps 100
+    """
+    from nanosprint.config.recipe import Execution
+    from nanosprint.recipes import load_recipe
+    from nanosprint.train.request import RunRequest, parse_budget, start_run, timestamp
+
+    words, execution_words = _split_overrides(overrides)
+    request = RunRequest(
+        recipe=load_recipe(recipe, words),
+        execution=_execution(Execution(), execution_words, device, gpus),
+        seed=seed,
+        data=None if data is None else str(data),
+        max_steps=max_steps,
+        budget=None if budget is None else parse_budget(budget),
+        profile=profile,
+        wandb=wandb,
+        tensorboard=tensorboard,
+        command=tuple(sys.argv),
+        created=timestamp(),
+    )
+    _carry_out(request, start_run(request, out) if _is_main() else None, resume=False)
+
+
+@cli.command()
+@click.argument("run", type=click.Path(path_type=Path))
+@click.argument("overrides", nargs=-1, metavar="[exec.KEY=VALUE]...")
+@click.option("--gpus", type=click.IntRange(1), help="Processes on this machine; may differ from before.")
+@click.option("--device", type=click.Choice(["auto", "cpu", "cuda", "mps"]))
+def resume(run: Path, overrides: tuple[str, ...], gpus: int | None, device: str | None) -> None:
+    """Go on with the run in directory RUN from its last checkpoint, or from step 0 if it has none."""
+    from nanosprint.results.record import RunRecord
+    from nanosprint.results.runs import RunDir
+    from nanosprint.train.request import load_request, resumed
+
+    run_dir = RunDir(run)
+    words, execution_words = _split_overrides(overrides)
+    if words:
+        raise ValueError(f"a run keeps its recipe: {next(iter(words))!r} cannot be changed when it is resumed")
+    request = load_request(run_dir)
+    if run_dir.has_record:
+        record = RunRecord.load(run_dir)
+        if record.status in ("finished", "stopped") and record.steps >= request.last_step:
+            click.echo(f"{run} is finished: {record.steps} steps, validation loss {_loss(record)}")
+            return
+    changed = _execution(request.execution, execution_words, device, gpus)
+    request = resumed(request, changed)
+    _carry_out(request, run_dir if _is_main() else None, resume=True)
+
+
+@cli.command()
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option("--prompt", help="Text to continue.  [default: a line break, or the start of a document]")
+@click.option("--tokens", type=click.IntRange(1), default=300, show_default=True, help="How many to generate.")
+@click.option("--temperature", type=click.FloatRange(0), default=0.8, show_default=True, help="0: the likeliest.")
+@click.option("--top-k", type=click.IntRange(1), help="Draw from the K likeliest tokens only.")
+@click.option("--seed", type=click.IntRange(0), default=1337, show_default=True)
+@click.option("--device", type=click.Choice(["cpu", "cuda", "mps"]), default="cpu", show_default=True)
+def sample(
+    run: Path, prompt: str | None, tokens: int, temperature: float, top_k: int | None, seed: int, device: str
+) -> None:
+    """Generate text with the model of the last checkpoint in directory RUN."""
+    from nanosprint.sample import stream_text
+
+    pieces = stream_text(
+        run, prompt=prompt, num_tokens=tokens, temperature=temperature, top_k=top_k, seed=seed, device=device
+    )
+    for text in pieces:
+        click.echo(text, nl=False)
+        sys.stdout.flush()
+    click.echo()
+
+
+@cli.command()
+@click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("--out", type=click.Path(path_type=Path), help="PNG or SVG.  [default: loss.png in the first run]")
+@click.option("--x", type=click.Choice(["step", "tokens", "seconds"]), default="step", show_default=True)
+def plot(runs: tuple[Path, ...], out: Path | None, x: Any) -> None:
+    """Draw the loss curves of RUNS."""
+    from nanosprint.results.plots import plot_runs
+    from nanosprint.results.runs import RunDir
+
+    out = out or RunDir(runs[0]).require().loss_plot_path
+    plot_runs(runs, out, x=x)
+    click.echo(f"loss curve: {out}")
+
+
+def _carry_out(request: "RunRequest", run_dir: "RunDir | None", *, resume: bool) -> None:
+    """Train in this process, or in several; the main one says how it ended."""
+    if request.execution.allocator in ("auto", "expandable"):
+        # Segments that grow leave fewer holes; read by torch when it is imported, ignored on a CPU.
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    if request.execution.gpus > 1 and "RANK" not in os.environ:
+        from nanosprint.train.launch import launch
+
+        assert run_dir is not None
+        code = launch(request, run_dir, resume=resume, started=STARTED)
+        if code:
+            raise SystemExit(code)
+    else:
+        from nanosprint.train.api import carry_out
+
+        carry_out(request, run_dir, resume=resume, console=True, started=STARTED)
+    if run_dir is not None:
+        _summarize(run_dir)
+
+
+def _summarize(run_dir: "RunDir") -> None:
+    from nanosprint.results.record import RunRecord
+
+    record = RunRecord.load(run_dir)
+    rate = f"{record.tokens_per_s:,.0f} tokens/s" if record.tokens_per_s else "no training"
+    click.echo(f"validation loss {_loss(record)} over {record.data.val_tokens:,} targets")
+    click.echo(f"training time {record.train_ms / 1000:.1f} s, {record.steps} steps, {rate}")
+    click.echo(f"run: {run_dir.path}")
+
+
+def _loss(record: "RunRecord") -> str:
+    return "unknown" if record.val_loss is None else f"{record.val_loss:.4f}"
+
+
+def _is_main() -> bool:
+    """Whether this process writes the run directory: alone, or the first of those that torchrun started."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _split_overrides(words: tuple[str, ...]) -> tuple[dict[str, str], dict[str, str]]:
+    """Overrides of the recipe, and those of its execution."""
+    from nanosprint.config.edit import parse_overrides
+
+    overrides = parse_overrides(words)
+    execution = {k: v for k, v in overrides.items() if k.startswith("exec.")}
+    return {k: v for k, v in overrides.items() if k not in execution}, execution
+
+
+def _execution(base: "Execution", words: dict[str, str], device: str | None, gpus: int | None) -> "Execution":
+    from nanosprint.config.edit import apply_overrides
+    from nanosprint.config.recipe import Execution
+
+    @dataclass(frozen=True)
+    class Holder:
+        exec: Execution
+
+    flags = {"exec.device": device, "exec.gpus": gpus}
+    changes = {**words, **{k: v for k, v in flags.items() if v is not None}}
+    result: Execution = apply_overrides(Holder(base), changes).exec
+    return result
+
+
+# --- recipes ------------------------------------------------------------------------------------------------------
+
+
+@cli.group()
+def recipes() -> None:
+    """List, print and compare recipes."""
+
+
+@recipes.command("list")
+def recipes_list() -> None:
+    """One line for each recipe."""
+    from nanosprint.recipes import all_recipes
+
+    entries = all_recipes()
+    width = max(map(len, entries))
+    for name, entry in entries.items():
+        parent = f"  (from {entry.parent})" if entry.parent else ""
+        click.echo(f"{name:<{width}}  {entry.summary}{parent}")
+
+
+@recipes.command("show")
+@click.argument("name")
+@click.argument("overrides", nargs=-1, metavar="[KEY.SUB=VALUE]...")
+def recipes_show(name: str, overrides: tuple[str, ...]) -> None:
+    """Print a recipe in full, as JSON, with its hash."""
+    from nanosprint.config.edit import to_dict
+    from nanosprint.recipes import load_recipe
+
+    recipe = load_recipe(name, overrides)
+    click.echo(json.dumps({"hash": recipe.hash, **to_dict(recipe)}, indent=2))
+
+
+@recipes.command("diff")
+@click.argument("old")
+@click.argument("new")
+def recipes_diff(old: str, new: str) -> None:
+    """Print every value in which two recipes differ."""
+    from nanosprint.config.edit import diff, to_dict
+    from nanosprint.recipes import load_recipe
+
+    for key, before, after in diff(to_dict(load_recipe(old)), to_dict(load_recipe(new))):
+        if key not in ("name", "source"):
+            click.echo(f"{key}: {json.dumps(before)} -> {json.dumps(after)}")
+
+
+@cli.command()
+@click.argument("recipe", required=False)
+@click.argument("overrides", nargs=-1, metavar="[KEY.SUB=VALUE]...")
+@click.option("--all", "everything", is_flag=True, help="Check every recipe.")
+def check(recipe: str | None, overrides: tuple[str, ...], everything: bool) -> None:
+    """Validate RECIPE and trace its training step on the meta device, without data or a GPU."""
+    from nanosprint.recipes import all_recipes, load_recipe
+
+    if (recipe is None) == (not everything):
+        raise click.UsageError("give a RECIPE, or --all")
+    from nanosprint.train.check import check_recipe
+
+    for name in all_recipes() if recipe is None else [recipe]:
+        click.echo(check_recipe(load_recipe(name, overrides)))
+
+
+# --- data ---------------------------------------------------------------------------------------------------------
+
+
+@cli.group()
+def data() -> None:
+    """Fetch, prepare and look at token shards."""

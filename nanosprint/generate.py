@@ -1,0 +1,72 @@
+"""Text from a trained model, token by token, with keys and values cached."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from nanosprint.errors import UserError
+from nanosprint.model.gpt import GPT
+
+
+@torch.no_grad()
+def generate(
+    model: GPT,
+    prompt: Sequence[int],
+    num_tokens: int,
+    *,
+    vocab_size: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    seed: int = 0,
+) -> Iterator[int]:
+    """Yield `num_tokens` ids that continue `prompt`; the same seed gives the same ids.
+
+    vocab_size: ids the tokenizer knows; a softmax may have more columns, which are never drawn. temperature 0 takes
+    the likeliest token. The context is what the model was trained with: when it is full, the older half of it is
+    dropped and the rest is read again. Raises UserError for settings out of range.
+    """
+    _check(prompt, num_tokens, vocab_size, temperature, top_k)
+    device = model.embed.weight.device
+    generator = torch.Generator().manual_seed(seed)
+    context = model.config.seq_len
+    ids = list(prompt)[-context:]
+    caches = model.new_caches(1, context)
+    logits = model(torch.tensor([ids], device=device), caches)[0, -1]
+    for _ in range(num_tokens):
+        token = draw(logits[:vocab_size], temperature, top_k, generator)
+        yield token
+        ids.append(token)
+        if len(ids) > context:
+            ids = ids[-max(1, context // 2) :]
+            caches = model.new_caches(1, context)
+            logits = model(torch.tensor([ids], device=device), caches)[0, -1]
+        else:
+            logits = model(torch.tensor([[token]], device=device), caches)[0, -1]
+
+
+def draw(logits_V: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:
+    """Draw one id from softmax(logits / temperature), restricted to the `top_k` likeliest where given."""
+    logits = logits_V.double().cpu()
+    if temperature == 0:
+        return int(logits.argmax())
+    if top_k is not None and top_k < logits.numel():
+        threshold = logits.topk(top_k).values[-1]
+        logits = logits.masked_fill(logits < threshold, float("-inf"))
+    return int(torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator))
+
+
+def _check(
+    prompt: Sequence[int], num_tokens: int, vocab_size: int, temperature: float, top_k: int | None
+) -> None:
+    if not prompt:
+        raise UserError("the prompt is empty: give at least one character")
+    if num_tokens < 1:
+        raise UserError(f"--tokens {num_tokens} must be at least 1")
+    if temperature < 0:
+        raise UserError(f"--temperature {temperature} must not be negative")
+    if top_k is not None and top_k < 1:
+        raise UserError(f"--top-k {top_k} must be at least 1")
+    unknown = next((i for i in prompt if not 0 <= i < vocab_size), None)
+    if unknown is not None:
+        raise UserError(f"prompt token {unknown} is outside the vocabulary of {vocab_size}")

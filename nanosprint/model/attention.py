@@ -1,0 +1,78 @@
+"""The mixing half of a layer: causal self-attention over the tokens of a row, or one token against a cache."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from nanosprint.config.model import AttnSpec, ModelConfig
+from nanosprint.model.linear import init_linear, init_projection, linear
+from nanosprint.model.norm import rms_norm
+from nanosprint.model.roles import Role
+from nanosprint.model.rotary import Rotary
+from nanosprint.ops.attention import Attention
+
+
+@dataclass
+class KVCache:
+    """Keys and values of the tokens so far, (B, capacity, H, K) each; `length` of them are filled."""
+
+    k_BSHK: Tensor
+    v_BSHK: Tensor
+    length: int = 0
+
+    def append(self, k_BSHK: Tensor, v_BSHK: Tensor) -> tuple[Tensor, Tensor]:
+        """Store new tokens and return all keys and values up to and including them."""
+        stop = self.length + k_BSHK.size(1)
+        self.k_BSHK[:, self.length : stop] = k_BSHK
+        self.v_BSHK[:, self.length : stop] = v_BSHK
+        self.length = stop
+        return self.k_BSHK[:, :stop], self.v_BSHK[:, :stop]
+
+
+class SelfAttention(nn.Module):
+    """x (B, S, D) -> (B, S, D). Q, K and V are one matrix of three blocks, D rows each."""
+
+    ROLES = {
+        "qkv": Role("matrix.qkv", blocks=3),
+        "out": Role("matrix.attn_out"),
+        "qkv_bias": Role("vector.bias"),
+        "out_bias": Role("vector.bias"),
+        "value_mix": Role("scalar.value_mix"),
+    }
+
+    def __init__(self, config: ModelConfig, spec: AttnSpec, rotary: Rotary | None, attend: Attention) -> None:
+        super().__init__()
+        self.config, self.spec, self.attend = config, spec, attend
+        self.rotary = rotary
+        self.scale = config.head_dim**-0.5 if config.attn_scale is None else config.attn_scale
+        self.qkv = nn.Parameter(torch.empty(3 * config.dim, config.dim))
+        self.out = nn.Parameter(torch.empty(config.dim, config.dim))
+        self.qkv_bias = nn.Parameter(torch.zeros(3 * config.dim)) if config.bias else None
+        self.out_bias = nn.Parameter(torch.zeros(config.dim)) if config.bias else None
+        # Share of the first layer's values (value residual: Zhou et al. 2024, arXiv:2410.17897).
+        self.value_mix = nn.Parameter(torch.tensor(0.5)) if config.value_residual else None
+
+    def init_weights(self, generator: torch.Generator) -> None:
+        init_linear(self.qkv, self.config.init, generator)
+        init_projection(self.out, self.config.init, generator, self.config.num_layers)
+
+    def forward(
+        self, x_BSD: Tensor, first_values: Tensor | None = None, cache: KVCache | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the mixed tokens and this layer's own values (B, S, H, K), which later layers may want."""
+        B, S, D = x_BSD.shape
+        heads = (B, S, self.config.num_heads, self.config.head_dim)
+        q, k, v = (t.view(heads) for t in linear(x_BSD, self.qkv, self.qkv_bias).split(D, dim=-1))
+        own_values = v
+        if self.config.qk_norm:
+            q, k = rms_norm(q), rms_norm(k)
+        if self.rotary is not None:
+            start = 0 if cache is None else cache.length
+            q, k = self.rotary(q, start), self.rotary(k, start)
+        if self.value_mix is not None and first_values is not None:
+            v = torch.lerp(v, first_values, self.value_mix.to(v.dtype))
+        if cache is not None:
+            k, v = cache.append(k, v)
+        y = self.attend(q, k, v, self.scale, None)
+        return linear(y.reshape(B, S, D), self.out, self.out_bias), own_values

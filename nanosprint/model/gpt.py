@@ -1,0 +1,96 @@
+"""A GPT built from a `ModelConfig`: embedding, layers, norm, head. This file is the whole forward pass.
+
+Shape letters: B rows (independent sequences), S tokens of a row, D width, V vocabulary.
+Parameters keep their storage dtype (fp32); activations are in `compute_dtype`.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from nanosprint.config.model import ModelConfig
+from nanosprint.model.attention import KVCache
+from nanosprint.model.block import Block
+from nanosprint.model.embedding import Embedding
+from nanosprint.model.head import Head
+from nanosprint.model.norm import build_norm
+from nanosprint.model.rotary import Rotary
+from nanosprint.ops.attention import backend
+
+
+class GPT(nn.Module):
+    """The model of a recipe: `GPT(recipe.model)`.
+
+    Weights are empty until `init_weights(seed)` fills them, so that building under `torch.device("meta")` costs
+    nothing. Raises ValueError for a configuration that cannot work.
+    """
+
+    def __init__(
+        self, config: ModelConfig, *, attention: str = "sdpa", compute_dtype: torch.dtype = torch.float32
+    ) -> None:
+        super().__init__()
+        config.validate()
+        self.config, self.compute_dtype = config, compute_dtype
+        attend = backend(attention)
+        self.embed = Embedding(config)
+        rotary = Rotary(config.rotary, config.head_dim, config.seq_len) if config.positions == "rotary" else None
+        self.rotary = rotary
+        self.layers = nn.ModuleList(Block(config, spec, rotary, attend) for spec in config.layers)
+        self.norm = build_norm(config)
+        self.head = Head(config)
+
+    def init_weights(self, seed: int) -> None:
+        """Fill every weight from `seed`: the same values on every device and for every number of processes."""
+        generator = torch.Generator(device="cpu").manual_seed(seed)
+        for module in self.modules():
+            if module is not self and hasattr(module, "init_weights"):
+                module.init_weights(generator)
+
+    def hidden(self, tokens_BS: Tensor, caches: list[KVCache | None] | None = None) -> Tensor:
+        """Normed output (B, S, D) of the last layer. With caches, the tokens follow those that the caches hold."""
+        start = next((c.length for c in caches or [] if c is not None), 0)
+        x = x0 = self.embed(tokens_BS, self.compute_dtype, start)
+        taps: dict[str, Tensor] = {}
+        first_values: Tensor | None = None
+        for i, layer in enumerate(self.layers):
+            x, values = layer(x, x0, taps, first_values, None if caches is None else caches[i])
+            first_values = values if first_values is None else first_values
+        return self.norm(x)
+
+    def forward(self, tokens_BS: Tensor, caches: list[KVCache | None] | None = None) -> Tensor:
+        """Logits (B, S, V) in fp32 for tokens (B, S) of any integer dtype."""
+        return self.head(self.hidden(tokens_BS, caches), self.embed.weight)
+
+    def loss_sum(self, tokens_BS: Tensor, targets_BS: Tensor) -> Tensor:
+        """Cross-entropy of int64 targets (B, S) in nats, summed; a target of -1 does not count."""
+        return self.head.loss_sum(self.hidden(tokens_BS), targets_BS, self.embed.weight)
+
+    def extend(self, seq_len: int) -> None:
+        """Make positions reach `seq_len` tokens. Raises ValueError where learned positions end earlier."""
+        if self.config.positions == "learned" and seq_len > self.config.seq_len:
+            raise ValueError(f"learned positions end at model.seq_len={self.config.seq_len}; {seq_len} were asked for")
+        if self.rotary is not None:
+            self.rotary.extend(seq_len)
+
+    def new_caches(self, batch_size: int, capacity: int) -> list[KVCache | None]:
+        """Empty caches for generating up to `capacity` tokens in each of `batch_size` rows."""
+        config, weight = self.config, self.embed.weight
+        shape = (batch_size, capacity, config.num_heads, config.head_dim)
+
+        def empty() -> Tensor:
+            return torch.empty(shape, dtype=self.compute_dtype, device=weight.device)
+
+        return [None if spec.mixer is None else KVCache(empty(), empty()) for spec in config.layers]
+
+    def num_parameters(self) -> int:
+        return sum(p.numel() for p in self.parameters())
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """Training FLOPs a token: 6 per weight of every matrix product, and attention over a causal row of `seq_len`.
+
+        A multiply-add counts 2, the backward pass twice the forward; look-ups count nothing (PaLM's convention,
+        Chowdhery et al. 2022, arXiv:2204.02311, but with causal attention counted as the half that it is).
+        """
+        matrices = sum(p.numel() for n, p in self.named_parameters() if p.ndim == 2 and not n.startswith("embed."))
+        matrices += self.config.vocab_size * self.config.dim if self.config.tied_head else 0
+        mixers = sum(spec.mixer is not None for spec in self.config.layers)
+        return 6.0 * matrices + mixers * 12.0 * self.config.dim * (seq_len + 1) / 2

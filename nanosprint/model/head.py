@@ -1,0 +1,54 @@
+"""From the last residual stream to logits and the loss."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nanosprint.config.model import ModelConfig, SoftcapSpec
+from nanosprint.model.linear import init_linear, linear
+from nanosprint.model.roles import Role
+
+NOT_SCORED = -1  # target of a position that does not count
+_ALIGN = 64  # tensor cores want vocabulary columns in multiples of this
+
+
+def softcap(logits: Tensor, spec: SoftcapSpec) -> Tensor:
+    """Squash logits into a bounded range (Gemma 2, arXiv:2408.00118)."""
+    if spec.kind == "tanh":
+        return spec.cap * torch.tanh(logits / spec.cap)
+    return spec.cap * torch.sigmoid((logits + spec.shift) / spec.width)
+
+
+class Head(nn.Module):
+    """Hidden states (B, S, D) -> logits (B, S, V). A tied head has no weight of its own and is handed the embedding."""
+
+    ROLES = {"weight": Role("head")}
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.weight = None if config.tied_head else nn.Parameter(torch.empty(config.vocab_size, config.dim))
+
+    @torch.no_grad()
+    def init_weights(self, generator: torch.Generator) -> None:
+        if self.weight is None:
+            return
+        if self.config.init.head == "zero":
+            self.weight.zero_()
+        else:
+            init_linear(self.weight, self.config.init, generator)
+
+    def forward(self, x_BSD: Tensor, tied: Tensor) -> Tensor:
+        """Logits in fp32, or wider if x is. `tied` is the embedding's table (V, D)."""
+        weight = tied if self.weight is None else self.weight
+        vocab_size = weight.size(0)
+        if x_BSD.is_cuda and vocab_size % _ALIGN:
+            weight = F.pad(weight.to(x_BSD.dtype), (0, 0, 0, -vocab_size % _ALIGN))
+        logits = linear(x_BSD, weight)[..., :vocab_size]
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return logits if self.config.softcap is None else softcap(logits, self.config.softcap)
+
+    def loss_sum(self, x_BSD: Tensor, targets_BS: Tensor, tied: Tensor) -> Tensor:
+        """Cross-entropy in nats, summed over the targets that count (those not NOT_SCORED)."""
+        logits = self(x_BSD, tied)
+        return F.cross_entropy(logits.flatten(0, -2), targets_BS.flatten(), ignore_index=NOT_SCORED, reduction="sum")

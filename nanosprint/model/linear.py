@@ -1,0 +1,37 @@
+"""Matrix products whose weights are stored in one format and used in another."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nanosprint.config.model import InitSpec
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x (..., in) times weight (out, in), transposed, plus bias (out), in the dtype of x."""
+    return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+
+@torch.no_grad()
+def init_linear(weight: nn.Parameter, spec: InitSpec, generator: torch.Generator, scale: float = 1.0) -> None:
+    """Fill a (out, in) matrix as the recipe says; the standard deviation is multiplied by `scale`."""
+    if spec.linear == "normal":
+        weight.normal_(0.0, spec.linear_std * scale, generator=generator)
+    else:
+        bound = math.sqrt(3) * spec.linear_std * scale / math.sqrt(weight.size(-1))
+        weight.uniform_(-bound, bound, generator=generator)
+
+
+@torch.no_grad()
+def init_projection(weight: nn.Parameter, spec: InitSpec, generator: torch.Generator, num_layers: int) -> None:
+    """Fill a matrix that writes into the residual stream: zero, as any other, or smaller with depth.
+
+    "scaled" divides by sqrt(2 * num_layers), so that the stream's variance at the end does not grow with depth
+    (Radford et al. 2019).
+    """
+    if spec.projections == "zero":
+        weight.zero_()
+    else:
+        init_linear(weight, spec, generator, (2 * num_layers) ** -0.5 if spec.projections == "scaled" else 1.0)

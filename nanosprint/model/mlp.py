@@ -1,0 +1,43 @@
+"""The feed-forward half of a layer: two projections around an activation."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nanosprint.config.model import MLPSpec, ModelConfig
+from nanosprint.model.linear import init_linear, init_projection, linear
+from nanosprint.model.roles import Role
+
+
+def relu2(x: Tensor) -> Tensor:
+    """max(x, 0) squared (So et al. 2021, Primer, arXiv:2109.08668)."""
+    return F.relu(x).square()
+
+
+ACTIVATIONS = {"relu2": relu2, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
+
+
+class MLP(nn.Module):
+    """x (B, S, D) -> (B, S, D) through `hidden` units."""
+
+    ROLES = {
+        "up": Role("matrix.mlp_up"),
+        "down": Role("matrix.mlp_down"),
+        "up_bias": Role("vector.bias"),
+        "down_bias": Role("vector.bias"),
+    }
+
+    def __init__(self, config: ModelConfig, spec: MLPSpec) -> None:
+        super().__init__()
+        self.config, self.activation = config, ACTIVATIONS[spec.activation]
+        self.up = nn.Parameter(torch.empty(spec.hidden, config.dim))
+        self.down = nn.Parameter(torch.empty(config.dim, spec.hidden))
+        self.up_bias = nn.Parameter(torch.zeros(spec.hidden)) if config.bias else None
+        self.down_bias = nn.Parameter(torch.zeros(config.dim)) if config.bias else None
+
+    def init_weights(self, generator: torch.Generator) -> None:
+        init_linear(self.up, self.config.init, generator)
+        init_projection(self.down, self.config.init, generator, self.config.num_layers)
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        return linear(self.activation(linear(x_BSD, self.up, self.up_bias)), self.down, self.down_bias)

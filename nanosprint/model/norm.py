@@ -1,0 +1,50 @@
+"""Normalisation of activations."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nanosprint.config.model import ModelConfig
+from nanosprint.model.roles import Role
+
+# RMSNorm's epsilon stays that of fp32 in bf16 too: bf16's own (2^-7) would shrink small embeddings many-fold.
+FP32_EPS = torch.finfo(torch.float32).eps
+
+
+def rms_norm(x: Tensor, eps: float | None = None) -> Tensor:
+    """Divide by the root mean square over the last axis; no gain (Zhang & Sennrich 2019, arXiv:1910.07467)."""
+    return F.rms_norm(x, (x.size(-1),), eps=FP32_EPS if eps is None else eps)
+
+
+class LayerNorm(nn.Module):
+    """LayerNorm with gain and optional bias (Ba et al. 2016, arXiv:1607.06450)."""
+
+    ROLES = {"gain": Role("vector.gain"), "bias": Role("vector.bias")}
+
+    def __init__(self, dim: int, bias: bool, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.gain = nn.Parameter(torch.ones(dim))
+        self.bias = nn.Parameter(torch.zeros(dim)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return F.layer_norm(x, self.gain.shape, self.gain.to(x.dtype), bias, self.eps)
+
+
+class RMSNorm(nn.Module):
+    """`rms_norm` as a module without parameters."""
+
+    def __init__(self, eps: float | None) -> None:
+        super().__init__()
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.eps)
+
+
+def build_norm(config: ModelConfig) -> nn.Module:
+    """The model's norm over its width, as the recipe has it."""
+    if config.norm == "rms":
+        return RMSNorm(config.norm_eps)
+    return LayerNorm(config.dim, config.bias, FP32_EPS if config.norm_eps is None else config.norm_eps)

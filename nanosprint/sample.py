@@ -1,0 +1,71 @@
+"""Text from the model of a run: `nanosprint sample`."""
+
+import codecs
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from nanosprint.data import ensure_dataset, load_tokenizer
+from nanosprint.errors import UserError
+from nanosprint.generate import generate
+from nanosprint.model.gpt import GPT
+from nanosprint.results.runs import RunDir
+from nanosprint.train import checkpoint
+from nanosprint.train.distributed import pick_device
+from nanosprint.train.request import RunRequest, load_request
+
+
+def load_model(run: str | Path, device: str = "cpu") -> tuple[GPT, RunRequest]:
+    """The model of the newest checkpoint in a run directory, in fp32, with the request that made it.
+
+    Raises UserError where there is no checkpoint.
+    """
+    run_dir = RunDir(Path(run)).require()
+    request = load_request(run_dir)
+    saved = checkpoint.load_latest(run_dir.checkpoints_path)
+    if saved is None:
+        raise UserError(f"{run} has no checkpoint yet: train it with `nanosprint resume {run}`")
+    model = GPT(request.recipe.model)
+    model.load_state_dict(saved["model"])
+    return model.to(device=pick_device(device), dtype=torch.float32).eval(), request
+
+
+def stream_text(
+    run: str | Path,
+    *,
+    prompt: str | None,
+    num_tokens: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    seed: int = 0,
+    device: str = "cpu",
+) -> Iterator[str]:
+    """Yield the prompt and then its continuation, piece by piece, as text that is whole UTF-8.
+
+    Without a prompt, the text begins a document, or a line where the tokenizer knows no documents. Raises ValueError
+    for a prompt with characters that the tokenizer does not have.
+    """
+    model, request = load_model(run, device)
+    folder = ensure_dataset(request.recipe.data.name, None if request.data is None else Path(request.data))
+    tokenizer = load_tokenizer(folder, request.recipe.data.tokenizer)
+    if prompt is None:
+        ids = [tokenizer.bos] if tokenizer.bos is not None else tokenizer.encode("\n").tolist()
+    else:
+        ids = tokenizer.encode(prompt).tolist()
+        if tokenizer.bos is not None:
+            ids = [tokenizer.bos, *ids]
+        yield prompt
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    tokens = generate(
+        model,
+        ids,
+        num_tokens,
+        vocab_size=min(tokenizer.vocab_size, model.config.vocab_size),
+        temperature=temperature,
+        top_k=top_k,
+        seed=seed,
+    )
+    for token in tokens:
+        yield decoder.decode(tokenizer.token_bytes(token))
+    yield decoder.decode(b"", final=True)

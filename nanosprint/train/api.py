@@ -1,0 +1,227 @@
+"""Runs from start to record: `train` for a new one, `carry_out` for one whose request lies in a run directory.
+
+The order matters. The run directory with its request exists before anything slow begins; the record is written last;
+whatever ends a run in between leaves an event in its metrics and a checkpoint to go on from.
+"""
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nanosprint.config.edit import apply_overrides, to_dict
+from nanosprint.config.recipe import Execution, Recipe
+from nanosprint.errors import DivergedError, Interrupted, UserError
+from nanosprint.results.metrics import metrics_sha256
+from nanosprint.results.record import DataRecord, Mfu, RunRecord, ShardFile, Status
+from nanosprint.results.runs import RunDir
+from nanosprint.train import checkpoint, distributed
+from nanosprint.train.clock import Clock
+from nanosprint.train.console import Display, open_display
+from nanosprint.train.distributed import World
+from nanosprint.train.energy import open_meter
+from nanosprint.train.environment import environment
+from nanosprint.train.log import RunLog
+from nanosprint.train.loop import Loop
+from nanosprint.train.peak import Peak, peak
+from nanosprint.train.request import RunRequest, save_request, start_run, timestamp
+from nanosprint.train.setup import Data, Prepared, find_data, out_of_memory, prepare
+
+
+def train(
+    recipe: Recipe,
+    *,
+    out: str | Path | None = None,
+    data: str | Path | None = None,
+    seed: int = 1337,
+    execution: Execution | Mapping[str, Any] | None = None,
+    max_steps: int | None = None,
+) -> RunRecord:
+    """Train `recipe` and return its record; under torchrun every process calls this, the main one gets the record.
+
+    out: the run directory, by default a new one under runs/. data: a folder of shards, by default the recipe's own
+    under data/. execution: how to carry it out, an `Execution` or a mapping of its fields. Raises ValueError for what
+    cannot work and DivergedError for a loss that is not finite.
+    """
+    if not isinstance(execution, Execution):
+        execution = apply_overrides(Execution(), execution or {})
+    request = RunRequest(
+        recipe=recipe.validate(),
+        execution=execution,
+        seed=seed,
+        data=None if data is None else str(data),
+        max_steps=max_steps,
+        created=timestamp(),
+    )
+    record = carry_out(request, start_run(request, out) if not distributed.launched_rank() else None)
+    assert record is not None
+    return record
+
+
+def carry_out(
+    request: RunRequest,
+    run_dir: RunDir | None,
+    *,
+    resume: bool = False,
+    console: bool = False,
+    started: float | None = None,
+) -> RunRecord | None:
+    """Train what `request` asks for, from its checkpoint with `resume`, and write the record into `run_dir`.
+
+    `run_dir` is None on every process but the main one, which tells the others; only the main one gets the record.
+    `started` is the time.time() of the command, for the start-up time.
+    """
+    started = time.time() if started is None else started
+    world = distributed.start(request.execution.device)
+    try:
+        request, path = distributed.from_main((request, run_dir and str(run_dir.path)))
+        session = _Session(request, RunDir(Path(path)), world, resume, console, started)
+        record = session.run()
+        return record if world.is_main else None
+    finally:
+        distributed.stop()
+
+
+class _Session:
+    """One process's part in one run, from its parts to its record."""
+
+    def __init__(
+        self, request: RunRequest, run_dir: RunDir, world: World, resume: bool, console: bool, started: float
+    ) -> None:
+        self.request, self.run_dir, self.world, self.started = request, run_dir, world, started
+        self.resume = resume
+        self.environment = environment()
+        display: Display | None = None
+        if console and world.is_main:
+            display = open_display(request.recipe.name, request.last_step)
+        self.display = display
+        if world.is_main:
+            run_dir.write_environment(self.environment)
+        self.log = RunLog(
+            run_dir, rank=world.rank, console=display, wandb=request.wandb, tensorboard=request.tensorboard
+        )
+
+    def run(self) -> RunRecord:
+        with self.log:
+            try:
+                data = find_data(self.request)
+                saved = self._saved()
+                prepared = prepare(self.request, self.world, data)
+            except torch.OutOfMemoryError as error:
+                raise out_of_memory(self.request, error) from error
+            except Exception as error:
+                self.log.event("failed", error=str(error))
+                raise
+            self._settle(prepared)
+            return self._train(prepared, saved)
+
+    def _saved(self) -> dict[str, Any] | None:
+        """The checkpoint to go on from, the same on every process."""
+        saved = None
+        if self.resume and self.world.is_main:
+            saved = checkpoint.load_latest(self.run_dir.checkpoints_path)
+            if saved is not None and saved["recipe_hash"] != self.request.recipe.hash:
+                raise UserError(
+                    f"the checkpoint in {self.run_dir.path} belongs to recipe {saved['recipe_hash']}, "
+                    f"not {self.request.recipe.hash}: start a new run for another recipe"
+                )
+        return distributed.from_main(saved)
+
+    def _settle(self, prepared: Prepared) -> None:
+        """Store what start-up decided, so that a resumed run and other seeds repeat it."""
+        if self.display is not None:
+            self.display.total_steps = prepared.request.last_step
+        if prepared.request != self.request and self.world.is_main:
+            save_request(self.run_dir, prepared.request)
+        self.request = prepared.request
+
+    def _train(self, prepared: Prepared, saved: dict[str, Any] | None) -> RunRecord:
+        meter = open_meter(self.world.device.type, self._gpu_ids())
+        clock = Clock(prepared.synchronize, hooks=[meter])
+        ceiling = peak(self.world.device, str(self.request.execution.compute))
+        loop = Loop(prepared, self.run_dir, self.log, clock, ceiling, meter)
+        if saved is not None:
+            loop.resume_from(saved)
+        if self.resume:
+            self.log.event("resume", step=prepared.state.step)
+        startup_ms = 1000 * (time.time() - self.started)
+        self.log.event("start", startup_ms=startup_ms, parameters=prepared.state.model.num_parameters())
+        try:
+            loop()
+        except torch.OutOfMemoryError as error:
+            self._end(loop, startup_ms, error)
+            raise out_of_memory(self.request, error) from error
+        except BaseException as error:
+            self._end(loop, startup_ms, error)
+            raise
+        return self._end(loop, startup_ms)
+
+    def _end(self, loop: Loop, startup_ms: float, error: BaseException | None = None) -> RunRecord:
+        """Close everything; write the record, unless the run was interrupted and is going to be resumed."""
+        loop.meter.close()
+        name = _status(error, loop.run)
+        if error is not None:
+            self.log.event(name, step=loop.run.state.step, message=str(error) or type(error).__name__)
+        self.log.close()
+        record = self._record(loop, name, startup_ms)
+        if self.world.is_main and not isinstance(error, Interrupted | KeyboardInterrupt):
+            record.save(self.run_dir)
+        return record
+
+    def _record(self, loop: Loop, status: Status, startup_ms: float) -> RunRecord:
+        request, state, train_ms = self.request, loop.run.state, loop.clock.train_ms
+        val = loop.outcome.val if status in ("finished", "stopped") else None
+        tokens_per_s = 1000 * state.tokens / train_ms if train_ms else None
+        on_gpu = self.world.device.type == "cuda"
+        return RunRecord(
+            status=status,
+            recipe=to_dict(request.recipe),
+            recipe_hash=request.recipe.hash,
+            execution=to_dict(request.execution),
+            seed=request.seed,
+            world_size=self.world.size,
+            devices=tuple(self.environment["gpus"][: self.world.size]) if on_gpu else (self.environment["cpu"],),
+            versions=self.environment["versions"],
+            commit=self.environment["commit"],
+            dirty=self.environment["dirty"],
+            data=_data_record(loop.run.data, val and val.tokens),
+            epochs=loop.epochs_read(),
+            steps=state.step,
+            tokens=state.tokens,
+            train_ms=train_ms,
+            startup_ms=startup_ms,
+            val_loss=val and val.loss,
+            peak_memory_bytes=loop.memory.read(),
+            tokens_per_s=tokens_per_s,
+            mfu=_mfu(tokens_per_s, loop.flops_per_token, loop.peak, self.world.size),
+            energy_j=loop.meter.energy_j,
+            energy_reason=loop.meter.reason,
+            wait_fraction=1000 * loop.outcome.wait_s / train_ms if train_ms else None,
+            metrics_sha256=metrics_sha256(self.run_dir.metrics_path) if self.world.is_main else "",
+            series=request.series,
+            created=request.created,
+        )
+
+    def _gpu_ids(self) -> list[int | str]:
+        return [gpu["uuid"] for gpu in self.environment["gpus"]][: self.world.size]
+
+
+def _status(error: BaseException | None, run: Prepared) -> Status:
+    if error is None:
+        return "finished" if run.state.step == run.recipe.train.num_steps else "stopped"
+    if isinstance(error, DivergedError):
+        return "diverged"
+    return "stopped" if isinstance(error, Interrupted | KeyboardInterrupt) else "failed"
+
+
+def _data_record(data: Data, val_tokens: int | None) -> DataRecord:
+    described = data.describe()
+    return DataRecord(dir=str(data.folder), files=tuple(ShardFile(**f) for f in described), val_tokens=val_tokens)
+
+
+def _mfu(tokens_per_s: float | None, flops_per_token: float, ceiling: Peak, processes: int) -> Mfu:
+    total = None if ceiling.flops is None else ceiling.flops * processes
+    value = None if total is None or tokens_per_s is None else tokens_per_s * flops_per_token / total
+    return Mfu(value=value, peak_flops=total, peak_source=ceiling.source, flops_per_token=flops_per_token)

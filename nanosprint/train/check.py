@@ -1,0 +1,31 @@
+"""`nanosprint check`: everything about a recipe that can be found out without data, a GPU or time."""
+
+import torch
+
+from nanosprint.config.recipe import Recipe
+from nanosprint.model.gpt import GPT
+from nanosprint.model.roles import collect_roles
+from nanosprint.optim.build import Optimizers
+
+
+def check_recipe(recipe: Recipe) -> str:
+    """One line about a recipe that is sound: built, its step traced on the meta device, every parameter in a group.
+
+    Raises ValueError naming what is wrong.
+    """
+    recipe.validate()
+    with torch.device("meta"):
+        model = GPT(recipe.model)
+        plan = recipe.plan(0)
+        rows = plan.batch_tokens // recipe.train.lanes // plan.seq_len
+        tokens = torch.zeros(rows, plan.seq_len, dtype=torch.int32)
+        model.loss_sum(tokens, tokens.long()).backward()
+    missing = [name for name, p in model.named_parameters() if p.grad is None]
+    if missing:
+        raise ValueError(f"recipe {recipe.name!r}: no gradient reaches {', '.join(missing)}")
+    Optimizers(dict(model.named_parameters()), collect_roles(model), recipe.groups, recipe.precision)
+    flops = model.flops_per_token(recipe.model.seq_len)
+    return (
+        f"{recipe.name}: ok  {model.num_parameters():,} parameters, {recipe.train.num_steps:,} steps, "
+        f"{recipe.tokens:,} tokens, {flops / 1e6:,.1f} MFLOP a token, hash {recipe.hash}"
+    )

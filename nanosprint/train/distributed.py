@@ -1,0 +1,134 @@
+"""Processes that train together: who am I, and sums over all of us.
+
+One process needs no process group: every function here is then the identity. Several are started by torch's elastic
+launcher (`--gpus N`) or by torchrun on one node or many; both tell each process its place by environment variables.
+"""
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from nanosprint.errors import UserError
+
+TIMEOUT = timedelta(minutes=10)
+_BUCKET_ELEMENTS = 16 * 2**20  # 64 MiB of fp32: large enough for full bandwidth, small enough not to hurt memory
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among all of them."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+
+def launched_rank() -> int | None:
+    """This process's rank if a launcher started it, else None. Reads the environment only."""
+    return int(os.environ["RANK"]) if "RANK" in os.environ and "WORLD_SIZE" in os.environ else None
+
+
+def pick_device(name: str) -> torch.device:
+    """The device for `exec.device`, this process's own one where several GPUs train together.
+
+    Raises UserError when it does not exist.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "mps" and not torch.backends.mps.is_available():
+        raise UserError("exec.device=mps: this machine has no Apple GPU that torch can use; try --device cpu")
+    if name != "cuda":
+        return torch.device(name)
+    if not torch.cuda.is_available():
+        raise UserError("exec.device=cuda: torch sees no CUDA device here; try --device cpu")
+    local_rank, count = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+    if local_rank >= count:
+        raise UserError(
+            f"process {local_rank + 1} of this machine has no GPU of its own: torch sees {count}; lower --gpus"
+        )
+    return torch.device("cuda", local_rank)
+
+
+def start(device_name: str) -> World:
+    """Join the other processes, if there are any. Call `stop` at the end."""
+    device = pick_device(device_name)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if launched_rank() is None:
+        return World(0, 1, device)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=TIMEOUT)
+    return World(dist.get_rank(), dist.get_world_size(), device)
+
+
+def stop() -> None:
+    """Leave the process group, if one was joined."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def barrier() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def sum_(tensor: Tensor) -> Tensor:
+    """Replace `tensor` by its sum over all processes, in place, and return it."""
+    if dist.is_initialized():
+        dist.all_reduce(tensor)
+    return tensor
+
+
+def max_(tensor: Tensor) -> Tensor:
+    """Replace `tensor` by its element-wise maximum over all processes, in place, and return it."""
+    if dist.is_initialized():
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    return tensor
+
+
+def from_main(value: Any) -> Any:
+    """The main process's `value`, on every process."""
+    if not dist.is_initialized():
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def sum_gradients(parameters: Iterable[Tensor]) -> None:
+    """Replace each gradient by its sum over all processes, several at a time in one message.
+
+    Which parameters take part is decided by their presence in the model, never by whether a gradient arrived, so that
+    no process can wait for a message that another does not send: a missing gradient counts as zero.
+    """
+    if not dist.is_initialized():
+        return
+    for bucket in _buckets(list(parameters)):
+        flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in bucket])
+        dist.all_reduce(flat)
+        for p, part in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
+            p.grad = part.view_as(p)
+
+
+def _buckets(parameters: list[Tensor]) -> Iterable[list[Tensor]]:
+    """Runs of parameters of one dtype, each up to the size of a message."""
+    bucket: list[Tensor] = []
+    size = 0
+    for p in parameters:
+        if bucket and (size + p.numel() > _BUCKET_ELEMENTS or p.dtype != bucket[0].dtype):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(p)
+        size += p.numel()
+    if bucket:
+        yield bucket

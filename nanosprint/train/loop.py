@@ -1,0 +1,252 @@
+"""The training loop, to be read in one sitting.
+
+    while steps are left:  save if due · validate if due · train a step · log if due
+
+The clock runs during training steps only. A step's loss stays on the device until the next log line, so that the
+program never waits for the device in between.
+"""
+
+import math
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanosprint.data import open_shard
+from nanosprint.data.loader import TokenLoader, validation_batches
+from nanosprint.errors import DivergedError, Interrupted
+from nanosprint.results.runs import RunDir
+from nanosprint.train import checkpoint, distributed
+from nanosprint.train.clock import Clock
+from nanosprint.train.energy import EnergyMeter
+from nanosprint.train.evaluate import Validation, evaluate
+from nanosprint.train.log import RunLog, train_line
+from nanosprint.train.memory import PeakMemory
+from nanosprint.train.peak import Peak
+from nanosprint.train.profile import profiled
+from nanosprint.train.setup import Prepared
+from nanosprint.train.step import train_step
+from nanosprint.train.stopping import StopRequest
+
+
+@dataclass
+class Outcome:
+    """What the loop leaves for the record."""
+
+    val: Validation | None = None
+    wait_s: float = 0.0  # of the training time, waiting for data
+
+
+class Loop:
+    """Trains a prepared run from its present state to its last step, or until it is stopped."""
+
+    def __init__(
+        self, run: Prepared, run_dir: RunDir, log: RunLog, clock: Clock, peak: Peak, meter: EnergyMeter
+    ) -> None:
+        self.run, self.run_dir, self.log, self.clock, self.peak, self.meter = run, run_dir, log, clock, peak, meter
+        self.outcome = Outcome()
+        self.pending: list[tuple[int, int, Tensor, int, Any]] = []  # step, tokens, loss sum, step's tokens, mark
+        self.memory = PeakMemory(run.world.device)
+        self.saved_step, self.saved_at = run.state.step, time.monotonic()
+        self.train_tokens = sum(len(open_shard(path)) for path in run.data.train)
+        self.flops_per_token = run.state.model.flops_per_token(run.recipe.model.seq_len)
+
+    def resume_from(self, saved: dict[str, Any]) -> None:
+        """Go on from a checkpoint."""
+        self.run.state.restore(saved)
+        self.clock.restore(self.run.state.train_ms)
+        self.meter.restore(saved["energy"])
+        self.outcome.wait_s = saved["wait_s"]
+        self.saved_step = self.run.state.step
+
+    def epochs_read(self) -> float:
+        """Passes over the training tokens so far."""
+        return self.run.state.tokens / self.train_tokens
+
+    def __call__(self) -> Outcome:
+        run, state, recipe = self.run, self.run.state, self.run.recipe
+        last = run.request.last_step
+        profile_dir = self.run_dir.profile_path if run.request.profile and run.world.is_main else None
+        with self._loader() as loader, StopRequest() as stop, profiled(profile_dir, run.world.device) as profiler:
+            steps = iter(loader)
+            while True:
+                if self._checkpoint_due(last):
+                    self.save()
+                if self._validation_due(last):
+                    self.validate()
+                if state.step == last:
+                    return self.outcome
+                if not self.clock.running:
+                    self.clock.start()
+                self._train(next(steps))
+                if profiler is not None:
+                    profiler.step()
+                if state.step % recipe.train.log_every == 0 or state.step == last:
+                    self.flush()
+                if self._stopped(stop, last):
+                    self.save()
+                    raise Interrupted(stop.signum or 0, state.step)
+
+    def _train(self, data: Any) -> None:
+        run, state = self.run, self.run.state
+        plan = run.recipe.plan(state.step)
+        loss = train_step(
+            state.model, run.loss_sum, state.optimizers, data.micro_batches, plan, run.recipe.train.grad_clip
+        )
+        state.step += 1
+        state.tokens += plan.batch_tokens
+        state.reader = data.state_after
+        self.outcome.wait_s += data.wait_s
+        self.pending.append((state.step, state.tokens, loss, plan.batch_tokens, self._mark()))
+
+    def flush(self) -> None:
+        """Bring the losses of the last steps to the log. Raises DivergedError at the first that is not finite."""
+        rows, self.pending = self.pending, []
+        if not rows:
+            return
+        losses = distributed.sum_(torch.stack([row[2] for row in rows])).tolist()
+        now = self._mark(wait=True)
+        now_ms = self.clock.train_ms
+        lines = []
+        for (step, tokens, _, step_tokens, mark), loss_sum in zip(rows, losses, strict=True):
+            ms = now_ms - _ms_between(mark, now)
+            lines.append(train_line(step=step, tokens=tokens, loss=loss_sum / step_tokens, train_ms=ms))
+        lines[-1].update(self._live(lines[-1]["tokens"], now_ms))
+        self.log.write(lines)
+        for line in lines:
+            if not math.isfinite(line["loss"]):
+                raise DivergedError(line["step"], line["loss"])
+
+    def save(self) -> None:
+        """Write a checkpoint, off the clock. A full disk is reported and training goes on with the last good one."""
+        state = self.run.state
+        self._stop_clock()
+        self.flush()
+        self.saved_step, self.saved_at = state.step, time.monotonic()
+        if not self.run.world.is_main:
+            return
+        state.train_ms = self.clock.train_ms
+        content = {
+            **state.capture(),
+            "recipe_hash": self.run.recipe.hash,
+            "energy": self.meter.state(),
+            "wait_s": self.outcome.wait_s,
+        }
+        try:
+            path = checkpoint.save(self.run_dir.checkpoints_path, content, state.step)
+            self.log.event("checkpoint", step=state.step, file=path.name)
+        except OSError as error:
+            self.log.event("checkpoint_failed", step=state.step, error=str(error))
+
+    def validate(self) -> None:
+        """Score the validation targets, off the clock."""
+        run, state, evaluation = self.run, self.run.state, self.run.recipe.eval
+        self._stop_clock()
+        self.flush()
+        self.memory.read()
+        device = run.world.device
+        batches = validation_batches(
+            run.data.val,
+            tokens=evaluation.tokens,
+            seq_len=evaluation.seq_len,
+            stride=evaluation.stride,
+            batch_tokens=evaluation.batch_tokens,
+            rank=run.world.rank,
+            world_size=run.world.size,
+            vocab_size=run.recipe.model.vocab_size,
+        )
+        start = time.perf_counter()
+        self.outcome.val = evaluate(run.loss_sum, _to(batches, device), device)
+        self.log.val(
+            step=state.step,
+            tokens=state.tokens,
+            loss=self.outcome.val.loss,
+            train_ms=self.clock.train_ms,
+            val_tokens=self.outcome.val.tokens,
+            val_ms=1000 * (time.perf_counter() - start),
+        )
+        self.memory.resume()
+
+    def _loader(self) -> TokenLoader:
+        run, recipe, execution = self.run, self.run.recipe, self.run.request.execution
+        assert isinstance(execution.lanes_per_microbatch, int)
+        return TokenLoader(
+            run.data.train,
+            recipe.plan,
+            num_steps=run.request.last_step,
+            lanes=recipe.train.lanes,
+            lanes_per_microbatch=execution.lanes_per_microbatch,
+            rank=run.world.rank,
+            world_size=run.world.size,
+            order=recipe.data.order,
+            seed=run.request.seed,
+            epochs=recipe.data.epochs,
+            vocab_size=recipe.model.vocab_size,
+            device=run.world.device,
+            start_step=run.state.step,
+            state=run.state.reader,
+        )
+
+    def _checkpoint_due(self, last: int) -> bool:
+        """By steps, by time, and before the last validation; every process gives the same answer."""
+        step, train = self.run.state.step, self.run.recipe.train
+        if step == self.saved_step:
+            return False
+        if step == last or (train.checkpoint_every and step % train.checkpoint_every == 0):
+            return True
+        if step % train.log_every:
+            return False
+        minutes = (time.monotonic() - self.saved_at) / 60
+        return bool(distributed.from_main(minutes >= train.checkpoint_minutes > 0))
+
+    def _validation_due(self, last: int) -> bool:
+        step, evaluation = self.run.state.step, self.run.recipe.eval
+        if step == last:
+            return True
+        return evaluation.at_start if step == 0 else bool(evaluation.every) and step % evaluation.every == 0
+
+    def _stopped(self, stop: StopRequest, last: int) -> bool:
+        """Whether any process was asked to stop; several processes agree on it at log lines only."""
+        step = self.run.state.step
+        if step == last:
+            return False
+        if self.run.world.size == 1:
+            return stop.signum is not None
+        if step % self.run.recipe.train.log_every:
+            return False
+        signum = torch.tensor(stop.signum or 0, device=self.run.world.device)
+        stop.signum = int(distributed.max_(signum)) or None
+        return stop.signum is not None
+
+    def _stop_clock(self) -> None:
+        if self.clock.running:
+            self.clock.stop()
+
+    def _mark(self, wait: bool = False) -> Any:
+        """A moment on the device's time line: an event on CUDA, else a host time in ms."""
+        if self.run.world.device.type != "cuda":
+            return 1000 * time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        if wait:
+            event.synchronize()
+        return event
+
+    def _live(self, tokens: int, train_ms: float) -> dict[str, Any]:
+        """Figures for the progress line."""
+        rate = 1000 * tokens / train_ms if train_ms else 0.0
+        per_s = rate * self.flops_per_token
+        mfu = None if not self.peak.flops else per_s / (self.peak.flops * self.run.world.size)
+        return {"tokens_per_s": rate, "mfu": mfu, "memory_bytes": self.memory.read()}
+
+
+def _ms_between(start: Any, stop: Any) -> float:
+    return float(start.elapsed_time(stop)) if isinstance(start, torch.cuda.Event) else stop - start
+
+
+def _to(batches: Iterable[Any], device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+    for batch in batches:
+        yield batch.tokens.to(device, non_blocking=True), batch.targets.to(device, non_blocking=True)

@@ -1,0 +1,80 @@
+"""Turns every "auto" of an `Execution` into the choice for this machine, once, at the start of a run."""
+
+import time
+from dataclasses import replace
+
+import torch
+
+from nanosprint.config.recipe import Execution, Recipe
+from nanosprint.errors import UserError
+from nanosprint.train.distributed import World
+
+_TOKENS_PER_MICROBATCH = {"cuda": 65_536, "mps": 16_384, "cpu": 16_384}
+
+
+def resolve(execution: Execution, recipe: Recipe, world: World) -> Execution:
+    """The same execution with nothing left to choose. Raises UserError for what cannot work here."""
+    device = world.device
+    return replace(
+        execution,
+        device=device.type,
+        gpus=world.size,
+        compute=_compute(execution, recipe, device),
+        attention="sdpa" if execution.attention == "auto" else execution.attention,
+        compile=_compile(execution, device),
+        lanes_per_microbatch=_lanes(execution, recipe, world),
+    )
+
+
+def _compute(execution: Execution, recipe: Recipe, device: torch.device) -> str:
+    wanted = recipe.precision.compute
+    if execution.compute != "auto":
+        if wanted != "bf16" and execution.compute == "bf16":
+            raise UserError(f"exec.compute=bf16 is below the recipe's precision.compute={wanted}")
+        return execution.compute
+    if wanted != "bf16":
+        return wanted
+    if device.type == "cuda":
+        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
+    return "bf16" if device.type == "cpu" and _bf16_is_faster_on_cpu() else "fp32"
+
+
+def _bf16_is_faster_on_cpu(size: int = 512, repeats: int = 5) -> bool:
+    """Whether a matrix product in bf16 takes at most 0.8 of the time of one in fp32: it has rounding to make up for."""
+
+    def best_time(dtype: torch.dtype) -> float:
+        a, b = torch.randn(size, size, dtype=dtype), torch.randn(size, size, dtype=dtype)
+        times = []
+        for _ in range(repeats):
+            start = time.perf_counter()
+            torch.mm(a, b)
+            times.append(time.perf_counter() - start)
+        return min(times)
+
+    return best_time(torch.bfloat16) < 0.8 * best_time(torch.float32)
+
+
+def _compile(execution: Execution, device: torch.device) -> str:
+    if execution.compile != "auto":
+        return execution.compile
+    # On a CPU compilation takes longer than the runs one would do there, and needs a C++ compiler.
+    return "default" if device.type == "cuda" else "off"
+
+
+def _lanes(execution: Execution, recipe: Recipe, world: World) -> int:
+    lanes = recipe.train.lanes
+    if lanes % world.size:
+        fits = [n for n in range(1, lanes + 1) if lanes % n == 0]
+        raise UserError(f"{world.size} processes cannot share train.lanes={lanes} equally: use one of {fits}")
+    mine = lanes // world.size
+    choices = [k for k in range(1, mine + 1) if mine % k == 0]
+    if execution.lanes_per_microbatch == "auto":
+        lane_tokens = max(recipe.plan(0).batch_tokens, recipe.train.batch_tokens) // lanes
+        limit = _TOKENS_PER_MICROBATCH[world.device.type]
+        return max([k for k in choices if k * lane_tokens <= limit], default=1)
+    if execution.lanes_per_microbatch not in choices:
+        raise UserError(
+            f"exec.lanes_per_microbatch={execution.lanes_per_microbatch} does not divide the {mine} lanes of each of "
+            f"{world.size} processes: use one of {choices}"
+        )
+    return execution.lanes_per_microbatch

@@ -1,0 +1,176 @@
+"""Puts a run together: device, data, model, optimizers, and the compiled loss."""
+
+import gc
+import logging
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from nanosprint.config.recipe import Execution, Recipe
+from nanosprint.data import checksum, ensure_dataset, find_shards, open_shard
+from nanosprint.errors import UserError
+from nanosprint.model.gpt import GPT
+from nanosprint.model.roles import collect_roles
+from nanosprint.optim.build import DTYPES, Optimizers
+from nanosprint.train import distributed
+from nanosprint.train.distributed import World
+from nanosprint.train.request import Budget, RunRequest
+from nanosprint.train.resolve import resolve
+from nanosprint.train.state import TrainState
+from nanosprint.train.step import LossSum
+from nanosprint.train.warmup import measure_step_ms, warm_up
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Data:
+    """The shards of both splits and the folder they came from."""
+
+    folder: Path
+    train: list[Path]
+    val: list[Path]
+
+    def describe(self) -> list[dict]:
+        """Name, number of tokens and checksum of every shard, for the record."""
+        return [{"name": p.name, "tokens": len(open_shard(p)), "sha256": checksum(p)} for p in self.train + self.val]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run that is ready to train: nothing left to compile, choose or find."""
+
+    request: RunRequest  # its execution resolved, its recipe fitted to the budget
+    world: World
+    data: Data
+    state: TrainState
+    loss_sum: LossSum
+
+    @property
+    def recipe(self) -> Recipe:
+        return self.request.recipe
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches a step on each process."""
+        return _micro_batches(self.recipe, self.request.execution)
+
+    def synchronize(self) -> None:
+        """Wait until this process's device has done its work."""
+        _synchronize(self.world.device)
+
+
+def find_data(request: RunRequest) -> Data:
+    """The shards of the request. Raises ValueError when there are none, saying how to get them."""
+    folder = Path(ensure_dataset(request.recipe.data.name, request.data))
+    return Data(folder, find_shards(folder, "train"), find_shards(folder, "val"))
+
+
+def prepare(request: RunRequest, world: World, data: Data) -> Prepared:
+    """Build, compile and warm up. The time this takes is start-up, not training."""
+    if request.execution.threads:
+        torch.set_num_threads(request.execution.threads)
+    execution = resolve(request.execution, request.recipe, world)
+    choose_lanes = request.execution.lanes_per_microbatch == "auto"
+    request = replace(request, execution=execution)
+    state = build_state(request.recipe, execution, request.seed, world.device)
+    loss_sum = compiled(state.model, execution)
+    request = _warm_up_within_memory(request, state, loss_sum, world, choose_lanes)
+    if request.budget is not None:
+        request = fit_to_budget(request, state, loss_sum, world)
+    gc.collect()
+    return Prepared(request, world, data, state, loss_sum)
+
+
+def build_state(recipe: Recipe, execution: Execution, seed: int, device: torch.device) -> TrainState:
+    """Model with initial weights and its optimizers, before the first step."""
+    wide = torch.float64 if recipe.precision.compute == "fp64" else torch.float32
+    model = GPT(recipe.model, attention=execution.attention, compute_dtype=DTYPES[execution.compute])
+    model.init_weights(seed)
+    model.extend(max(recipe.eval.seq_len, recipe.model.seq_len))
+    model.to(device=device, dtype=wide)
+    optimizers = Optimizers(dict(model.named_parameters()), collect_roles(model), recipe.groups, recipe.precision)
+    return TrainState(model, optimizers)
+
+
+def compiled(model: GPT, execution: Execution) -> LossSum:
+    """`model.loss_sum`, compiled as the execution says. One graph for each shape of its arguments."""
+    if execution.compile == "off":
+        return model.loss_sum
+    torch._dynamo.config.recompile_limit = 64
+    mode = None if execution.compile == "default" else execution.compile
+    return torch.compile(model.loss_sum, dynamic=False, fullgraph=True, mode=mode)
+
+
+def fit_to_budget(request: RunRequest, state: TrainState, loss_sum: LossSum, world: World) -> RunRequest:
+    """The request with its recipe stretched or shrunk to its budget. The same answer on every process."""
+    budget, recipe = request.budget, request.recipe
+    assert budget is not None
+    if budget.unit == "tokens":
+        steps = int(budget.amount / recipe.train.batch_tokens)
+    else:
+        lanes = request.execution.lanes_per_microbatch
+        assert isinstance(lanes, int)
+        ms = measure_step_ms(
+            state,
+            loss_sum,
+            recipe,
+            lanes,
+            _micro_batches(recipe, request.execution),
+            lambda: _synchronize(world.device),
+        )
+        steps = int(budget.amount * 1000 / distributed.from_main(ms))
+    if steps < 1:
+        raise UserError(
+            f"--budget {_show(budget)} is less than one step of {recipe.train.batch_tokens} tokens: "
+            "raise it or lower train.batch_tokens"
+        )
+    return replace(request, recipe=recipe.with_num_steps(steps).validate(), budget=None)
+
+
+def _warm_up_within_memory(
+    request: RunRequest, state: TrainState, loss_sum: LossSum, world: World, choose_lanes: bool
+) -> RunRequest:
+    """Warm up; where lanes per micro-batch are ours to choose, halve them until a step fits into memory."""
+    while True:
+        execution = request.execution
+        lanes = execution.lanes_per_microbatch
+        assert isinstance(lanes, int)
+        try:
+            warm_up(state, loss_sum, request.recipe, lanes, _micro_batches(request.recipe, execution))
+            return request
+        except torch.OutOfMemoryError as error:
+            smaller = [k for k in range(1, lanes) if lanes % k == 0]
+            if not choose_lanes or not smaller or world.size > 1:
+                raise out_of_memory(request, error) from error
+            _log.warning("%d lanes a micro-batch do not fit into memory: trying %d", lanes, smaller[-1])
+            request = replace(request, execution=replace(execution, lanes_per_microbatch=smaller[-1]))
+            gc.collect()
+            torch.cuda.empty_cache()
+
+
+def out_of_memory(request: RunRequest, error: BaseException) -> UserError:
+    """The error that says which settings to lower."""
+    lanes = request.execution.lanes_per_microbatch
+    return UserError(
+        f"out of GPU memory: lower exec.lanes_per_microbatch (now {lanes}) or eval.batch_tokens "
+        f"(now {request.recipe.eval.batch_tokens}); with one lane a micro-batch, raise train.lanes or lower "
+        f"train.batch_tokens. ({str(error).splitlines()[0]})"
+    )
+
+
+def _micro_batches(recipe: Recipe, execution: Execution) -> int:
+    assert isinstance(execution.lanes_per_microbatch, int)
+    return recipe.train.lanes // (execution.gpus * execution.lanes_per_microbatch)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
+
+
+def _show(budget: Budget) -> str:
+    return f"{budget.amount:g} {budget.unit}"

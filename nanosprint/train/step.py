@@ -1,0 +1,40 @@
+"""One optimizer step: forward and backward over the micro-batches, one exchange of gradients, one update."""
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+from nanosprint.config.schedule import StepPlan
+from nanosprint.model.gpt import GPT
+from nanosprint.optim.build import Optimizers
+from nanosprint.train import distributed
+
+LossSum = Callable[[Tensor, Tensor], Tensor]
+
+
+def train_step(
+    model: GPT,
+    loss_sum: LossSum,
+    optimizers: Optimizers,
+    micro_batches: Iterable[tuple[Tensor, Tensor]],
+    plan: StepPlan,
+    grad_clip: float | None,
+) -> Tensor:
+    """Update the model once and return this process's summed loss in nats, still on its device.
+
+    The gradient is that of the mean loss over all the step's tokens, however many processes and micro-batches they
+    are spread over.
+    """
+    total = None
+    for tokens, targets in micro_batches:
+        loss = loss_sum(tokens, targets)
+        (loss / plan.batch_tokens).backward()
+        total = loss.detach() if total is None else total + loss.detach()
+    assert total is not None, "a step has at least one micro-batch"
+    parameters = list(model.parameters())
+    distributed.sum_gradients(parameters)
+    if grad_clip is not None:
+        torch.nn.utils.clip_grad_norm_(parameters, grad_clip)
+    optimizers.step(plan)
+    return total

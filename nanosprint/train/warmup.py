@@ -1,0 +1,73 @@
+"""Run everything once before the clock starts, then put everything back.
+
+Compilation, library start-up and memory allocation happen here. The state afterwards is bit for bit the state before,
+so that warming up and training gives what training alone gives; a test holds this.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from nanosprint.config.recipe import Recipe
+from nanosprint.train.state import TrainState, copied
+from nanosprint.train.step import LossSum, train_step
+
+Synchronize = Callable[[], None]
+
+
+def warm_up(
+    state: TrainState, loss_sum: LossSum, recipe: Recipe, lanes: int, micro_batches: int, *, steps: int = 1
+) -> None:
+    """Train `steps` steps on random tokens and validate on one batch of them, then restore `state`."""
+    saved = copied(state.capture())
+    try:
+        for _ in range(steps):
+            _random_step(state, loss_sum, recipe, lanes, micro_batches)
+        with torch.no_grad():
+            rows = max(1, recipe.eval.batch_tokens // recipe.eval.seq_len)
+            loss_sum(*_random_rows(recipe, rows, recipe.eval.seq_len, state.model.embed.weight.device))
+    finally:
+        state.restore(saved)
+
+
+def measure_step_ms(
+    state: TrainState,
+    loss_sum: LossSum,
+    recipe: Recipe,
+    lanes: int,
+    micro_batches: int,
+    synchronize: Synchronize,
+    *,
+    seconds: float = 2.0,
+    most: int = 20,
+) -> float:
+    """Median milliseconds of a step, of at least 3 on random tokens; `state` is restored afterwards."""
+    saved = copied(state.capture())
+    times: list[float] = []
+    while len(times) < 3 or (sum(times) < seconds and len(times) < most):
+        synchronize()
+        start = time.perf_counter()
+        _random_step(state, loss_sum, recipe, lanes, micro_batches)
+        synchronize()
+        times.append(time.perf_counter() - start)
+    state.restore(saved)
+    return 1000 * statistics.median(times)
+
+
+def _random_step(state: TrainState, loss_sum: LossSum, recipe: Recipe, lanes: int, micro_batches: int) -> None:
+    plan = recipe.plan(state.step)
+    rows = plan.batch_tokens // recipe.train.lanes // plan.seq_len * lanes
+    device = state.model.embed.weight.device
+    batches: Iterator[tuple[Tensor, Tensor]] = (
+        _random_rows(recipe, rows, plan.seq_len, device) for _ in range(micro_batches)
+    )
+    train_step(state.model, loss_sum, state.optimizers, batches, plan, recipe.train.grad_clip)
+
+
+def _random_rows(recipe: Recipe, rows: int, seq_len: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)  # its own, so that the run's random state is not touched
+    tokens = torch.randint(recipe.model.vocab_size, (rows, seq_len + 1), generator=generator)
+    return tokens[:, :-1].to(device, torch.int32), tokens[:, 1:].to(device, torch.int64).contiguous()
