@@ -1,0 +1,85 @@
+"""Overrides are strict, JSON goes both ways, differences name every key."""
+
+import pytest
+
+from nanosprint.config import AdamConfig, MuonConfig, Recipe
+from nanosprint.config.edit import apply_overrides, diff, from_dict, parse_overrides, to_dict
+from nanosprint.recipes import all_recipes, load_recipe
+
+
+@pytest.mark.parametrize("name", list(all_recipes()))
+def test_every_recipe_survives_json(name):
+    recipe = load_recipe(name)
+    assert from_dict(Recipe, to_dict(recipe)) == recipe
+
+
+def test_union_of_dataclasses_keeps_its_class():
+    recipe = load_recipe("tiny")
+    kinds = [group["rule"]["kind"] for group in to_dict(recipe)["groups"]]
+    assert kinds == ["MuonConfig", "AdamConfig", "AdamConfig", "AdamConfig"]
+    rules = [type(group.rule) for group in from_dict(Recipe, to_dict(recipe)).groups]
+    assert rules == [MuonConfig, AdamConfig, AdamConfig, AdamConfig]
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "read"),
+    [
+        ("schedule.lr.floor", "0.25", lambda r: r.schedule.lr.floor == 0.25),
+        ("schedule.lr.floor", "0", lambda r: r.schedule.lr.floor == 0.0),
+        ("eval.tokens", "none", lambda r: r.eval.tokens is None),
+        ("eval.tokens", "1_024", lambda r: r.eval.tokens == 1024),
+        ("model.qk_norm", "off", lambda r: r.model.qk_norm is False),
+        ("model.qk_norm", "true", lambda r: r.model.qk_norm is True),
+        ("model.layers.1.mixer", "none", lambda r: r.model.layers[1].mixer is None and r.model.layers[0].mixer),
+        ("groups.1.rule.betas", "[0.5, 0.9]", lambda r: r.groups[1].rule.betas == (0.5, 0.9)),
+        ("schedule.lr.shape", "cosine", lambda r: r.schedule.lr.shape == "cosine"),
+        ("model.softcap", '{"cap": 15}', lambda r: r.model.softcap.cap == 15.0),
+    ],
+)
+def test_values_are_read_by_type(key, text, read):
+    assert read(apply_overrides(load_recipe("tiny"), {key: text}))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("model.dmi", "3", "unknown key 'model.dmi': did you mean 'model.dim'"),
+        ("schedule.lr.flor", "3", "did you mean 'schedule.lr.floor'"),
+        ("model.layers.7.tap", "x", "unknown key 'model.layers.7.tap'"),
+        ("schedule.lr.floor", "low", "schedule.lr.floor='low': expected a number"),
+        ("train.log_every", "1.5", "train.log_every=1.5: expected a whole number"),
+        ("train.log_every", "true", "expected a whole number"),
+        ("model.qk_norm", "maybe", "expected true or false"),
+        ("schedule.lr.shape", "cosin", "did you mean 'cosine'"),
+        ("groups.1.rule.betas", "[0.5]", "expected a list of 2 values"),
+        ("groups.0", "7", "expected a ParamGroup"),
+        ("groups.0.rule", '{"kind": "Adm"}', "expected one of AdamConfig, MuonConfig"),
+        ("model.softcap", '{"cup": 15}', "did you mean 'model.softcap.cap'"),
+    ],
+)
+def test_mistakes_are_named(key, value, message):
+    with pytest.raises(ValueError, match=message.replace("[", r"\[").replace("?", r"\?")):
+        apply_overrides(load_recipe("tiny"), {key: value})
+
+
+def test_missing_field_in_json_is_named():
+    data = to_dict(load_recipe("tiny"))
+    del data["train"]["batch_tokens"]
+    with pytest.raises(ValueError, match=r"train.*batch_tokens"):
+        from_dict(Recipe, data)
+
+
+@pytest.mark.parametrize("words", [["model.dim"], ["=3"], ["a=1", "a=2"]])
+def test_malformed_words(words):
+    with pytest.raises(ValueError, match="override"):
+        parse_overrides(words)
+
+
+def test_equals_sign_in_a_value_is_kept():
+    assert parse_overrides(["a.b=c=d"]) == {"a.b": "c=d"}
+
+
+def test_diff_names_each_changed_leaf():
+    old = to_dict(load_recipe("tiny"))
+    new = to_dict(load_recipe("tiny", {"schedule.lr.floor": 0.5, "groups.1.lr": 7.0}))
+    assert diff(old, new) == [("schedule.lr.floor", 0.1, 0.5), ("groups.1.lr", 0.1, 7.0)]

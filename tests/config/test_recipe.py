@@ -1,0 +1,74 @@
+"""Recipes as values: hash, proportion, validation."""
+
+from dataclasses import replace
+
+import pytest
+
+from nanosprint.recipes import load_recipe
+
+
+def test_hash_covers_the_mathematics_only():
+    recipe = load_recipe("tiny")
+    same = [
+        replace(recipe, name="other", source="elsewhere"),
+        load_recipe(
+            "tiny", {"train.log_every": 7, "train.checkpoint_every": 3, "eval.every": 1, "eval.at_start": True}
+        ),
+        load_recipe("tiny", {"eval.batch_tokens": 64}),
+    ]
+    assert {r.hash for r in same} == {recipe.hash}
+    different = [{"schedule.lr.floor": 0.2}, {"groups.0.lr": 0.5}, {"eval.tokens": 64}, {"model.qk_norm": False}]
+    assert len({load_recipe("tiny", d).hash for d in different} | {recipe.hash}) == 5
+
+
+def test_num_steps_stretches_every_count_of_steps():
+    recipe = load_recipe("gpt2", {"train.num_steps": 1956})
+    assert (recipe.train.num_steps, recipe.schedule.lr.warmup_steps) == (1956, 70)
+    assert recipe.eval.every == load_recipe("gpt2").eval.every
+    assert load_recipe("tiny", {"train.num_steps": 2}).schedule.momentum.warmup_steps == 1
+
+
+def test_an_explicit_count_wins_over_the_proportion():
+    recipe = load_recipe("gpt2", ["train.num_steps=100", "schedule.lr.warmup_steps=9"])
+    assert recipe.schedule.lr.warmup_steps == 9
+
+
+def test_tokens_is_the_sum_over_steps():
+    assert load_recipe("gpt2").tokens == 19_560 * 524_288
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["train.batch_tokens=100"], "train.batch_tokens=100 is not a multiple .* nearest that fits is 128"),
+        (["train.lanes=0"], "train.lanes=0 must be at least 1"),
+        (["train.num_steps=0"], "train.num_steps=0 must be at least 1"),
+        (["model.num_layers=0"], "model.layers is empty"),
+        (["model.num_heads=3"], "model.dim=32 is not divisible by model.num_heads=3: try [24] heads"),
+        (["model.num_heads=16"], "rotary positions need a head size divisible by 4, not 2"),
+        (["model.vocab_size=0"], "model.vocab_size=0"),
+        (["model.tied_head=true"], "would zero the embedding"),
+        (["eval.stride=0"], "eval.stride=0 must lie between 1 and eval.seq_len=32"),
+        (["groups=[]"], "groups is empty"),
+        (["data.epochs=0"], r"data.epochs=0.0 must be positive"),
+        (["schedule.lr.cooldown_steps=99"], "do not fit"),
+        (['model.layers.0.skips=[{"tap": "a"}]'], "model.layers.0 reads tap 'a' before any layer writes it"),
+        (["model.layers.0.tap=a", "model.layers.1.tap=a"], "an earlier layer already wrote"),
+        (["model.dim=1e9x"], "model.dim='1e9x': expected a whole number"),
+        (["model.dmi=8"], "unknown key 'model.dmi': did you mean 'model.dim'"),
+        (["model.num_layer=8"], "did you mean 'model.num_layers'"),
+    ],
+)
+def test_what_cannot_work_is_refused(overrides, message):
+    with pytest.raises(ValueError, match=message):
+        load_recipe("tiny", overrides)
+
+
+def test_learned_positions_end():
+    with pytest.raises(ValueError, match=r"eval.seq_len=2048 exceeds model.seq_len=1024"):
+        load_recipe("gpt2", ["eval.seq_len=2048"])
+
+
+def test_unknown_recipe_names_the_nearest():
+    with pytest.raises(ValueError, match=r"unknown recipe 'gtp2': did you mean 'gpt2'.*known: "):
+        load_recipe("gtp2")
