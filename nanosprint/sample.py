@@ -6,7 +6,8 @@ from pathlib import Path
 
 import torch
 
-from nanosprint.data import ensure_dataset, load_tokenizer
+from nanosprint.data.datasets import ensure_dataset
+from nanosprint.data.tokenizers import load_tokenizer
 from nanosprint.errors import UserError
 from nanosprint.generate import generate
 from nanosprint.model.gpt import GPT

@@ -8,14 +8,12 @@ program never waits for the device in between.
 
 import math
 import time
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from nanosprint.data import open_shard
 from nanosprint.data.loader import TokenLoader, validation_batches
 from nanosprint.errors import DivergedError, Interrupted
 from nanosprint.results.runs import RunDir
@@ -51,7 +49,6 @@ class Loop:
         self.pending: list[tuple[int, int, Tensor, int, Any]] = []  # step, tokens, loss sum, step's tokens, mark
         self.memory = PeakMemory(run.world.device)
         self.saved_step, self.saved_at = run.state.step, time.monotonic()
-        self.train_tokens = sum(len(open_shard(path)) for path in run.data.train)
         self.flops_per_token = run.state.model.flops_per_token(run.recipe.model.seq_len)
 
     def resume_from(self, saved: dict[str, Any]) -> None:
@@ -64,7 +61,8 @@ class Loop:
 
     def epochs_read(self) -> float:
         """Passes over the training tokens so far."""
-        return self.run.state.tokens / self.train_tokens
+        reader = self.run.state.reader
+        return 0.0 if reader is None else float(reader["epochs_read"])
 
     def __call__(self) -> Outcome:
         run, state, recipe = self.run, self.run.state, self.run.recipe
@@ -157,9 +155,10 @@ class Loop:
             rank=run.world.rank,
             world_size=run.world.size,
             vocab_size=run.recipe.model.vocab_size,
+            device=device,
         )
         start = time.perf_counter()
-        self.outcome.val = evaluate(run.loss_sum, _to(batches, device), device)
+        self.outcome.val = evaluate(run.loss_sum, batches, device)
         self.log.val(
             step=state.step,
             tokens=state.tokens,
@@ -186,7 +185,6 @@ class Loop:
             epochs=recipe.data.epochs,
             vocab_size=recipe.model.vocab_size,
             device=run.world.device,
-            start_step=run.state.step,
             state=run.state.reader,
         )
 
@@ -245,8 +243,3 @@ class Loop:
 
 def _ms_between(start: Any, stop: Any) -> float:
     return float(start.elapsed_time(stop)) if isinstance(start, torch.cuda.Event) else stop - start
-
-
-def _to(batches: Iterable[Any], device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
-    for batch in batches:
-        yield batch.tokens.to(device, non_blocking=True), batch.targets.to(device, non_blocking=True)

@@ -1,7 +1,7 @@
 """`--profile`: a few steps under torch's profiler, as a trace to open and a table of time by kernel group."""
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -36,12 +36,9 @@ class StepProfiler:
 
     def __init__(self, folder: Path, device: torch.device) -> None:
         self.folder, self.device = folder, device
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        if device.type == "cuda":
-            activities.append(torch.profiler.ProfilerActivity.CUDA)
         self.table: str | None = None
         self._profiler = torch.profiler.profile(
-            activities=activities,
+            activities=_activities(device),
             schedule=torch.profiler.schedule(wait=WAIT, warmup=WARM_UP, active=ACTIVE, repeat=1),
             on_trace_ready=self._write,
         )
@@ -65,6 +62,19 @@ def profiled(folder: Path | None, device: torch.device) -> Iterator[StepProfiler
     profiler = StepProfiler(folder, device)
     with profiler._profiler:
         yield profiler
+
+
+def profile_work(work: Callable[[], None], device: torch.device, repeats: int) -> str:
+    """The table of `repeats` calls of `work`, as milliseconds a call."""
+    with torch.profiler.profile(activities=_activities(device)) as profiler:
+        for _ in range(repeats):
+            work()
+    return table(profiler.key_averages(), device.type == "cuda", repeats)
+
+
+def _activities(device: torch.device) -> list[torch.profiler.ProfilerActivity]:
+    on_gpu = [torch.profiler.ProfilerActivity.CUDA] if device.type == "cuda" else []
+    return [torch.profiler.ProfilerActivity.CPU, *on_gpu]
 
 
 def table(events: Any, on_gpu: bool, steps: int) -> str:

@@ -8,7 +8,9 @@ from pathlib import Path
 import torch
 
 from nanosprint.config.recipe import Execution, Recipe
-from nanosprint.data import checksum, ensure_dataset, find_shards, open_shard
+from nanosprint.data.datasets import ensure_dataset
+from nanosprint.data.shards import checksum, find_shards, open_shard
+from nanosprint.data.tokenizers import load_tokenizer
 from nanosprint.errors import UserError
 from nanosprint.model.gpt import GPT
 from nanosprint.model.roles import collect_roles
@@ -63,7 +65,14 @@ class Prepared:
 
 def find_data(request: RunRequest) -> Data:
     """The shards of the request. Raises ValueError when there are none, saying how to get them."""
-    folder = Path(ensure_dataset(request.recipe.data.name, request.data))
+    recipe = request.recipe
+    folder = ensure_dataset(recipe.data.name, None if request.data is None else Path(request.data))
+    tokenizer = load_tokenizer(folder, recipe.data.tokenizer)
+    if tokenizer.vocab_size > recipe.model.vocab_size:
+        raise UserError(
+            f"the data in {folder} has {tokenizer.vocab_size} token ids and model.vocab_size={recipe.model.vocab_size}: "
+            f"set model.vocab_size={tokenizer.vocab_size}"
+        )
     return Data(folder, find_shards(folder, "train"), find_shards(folder, "val"))
 
 

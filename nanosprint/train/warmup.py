@@ -28,7 +28,7 @@ def warm_up(
             _random_step(state, loss_sum, recipe, lanes, micro_batches)
         with torch.no_grad():
             rows = max(1, recipe.eval.batch_tokens // recipe.eval.seq_len)
-            loss_sum(*_random_rows(recipe, rows, recipe.eval.seq_len, state.model.embed.weight.device))
+            loss_sum(*random_rows(recipe, rows, recipe.eval.seq_len, state.model.embed.weight.device))
     finally:
         state.restore(saved)
 
@@ -62,12 +62,13 @@ def _random_step(state: TrainState, loss_sum: LossSum, recipe: Recipe, lanes: in
     rows = plan.batch_tokens // recipe.train.lanes // plan.seq_len * lanes
     device = state.model.embed.weight.device
     batches: Iterator[tuple[Tensor, Tensor]] = (
-        _random_rows(recipe, rows, plan.seq_len, device) for _ in range(micro_batches)
+        random_rows(recipe, rows, plan.seq_len, device) for _ in range(micro_batches)
     )
     train_step(state.model, loss_sum, state.optimizers, batches, plan, recipe.train.grad_clip)
 
 
-def _random_rows(recipe: Recipe, rows: int, seq_len: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def random_rows(recipe: Recipe, rows: int, seq_len: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Tokens and targets of `rows` rows of the recipe's vocabulary, the same at every call."""
     generator = torch.Generator().manual_seed(0)  # its own, so that the run's random state is not touched
     tokens = torch.randint(recipe.model.vocab_size, (rows, seq_len + 1), generator=generator)
     return tokens[:, :-1].to(device, torch.int32), tokens[:, 1:].to(device, torch.int64).contiguous()

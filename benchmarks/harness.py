@@ -1,0 +1,44 @@
+"""What benchmarks share: percentiles of repeated timings, and rows of JSON that say on what they were measured."""
+
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nanosprint.train.environment import environment
+
+
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def time_ms(work: Callable[[], Any], *, repeats: int = 20, warm_up: int = 3) -> dict[str, float]:
+    """Milliseconds of `work`, the device idle before and after: median with the 20th and 80th percentile."""
+    for _ in range(warm_up):
+        work()
+    times = []
+    for _ in range(repeats):
+        synchronize()
+        start = time.perf_counter()
+        work()
+        synchronize()
+        times.append(1000 * (time.perf_counter() - start))
+    cuts = statistics.quantiles(times, n=5)
+    return {"median_ms": statistics.median(times), "p20_ms": cuts[0], "p80_ms": cuts[-1]}
+
+
+def write_rows(rows: list[dict[str, Any]], out: Path | None) -> None:
+    """Append rows to a JSON-lines file, each with versions, devices and commit."""
+    if out is None:
+        return
+    where = environment()
+    about = {"versions": where["versions"], "commit": where["commit"], "dirty": where["dirty"]}
+    about["devices"] = where["gpus"] or [where["cpu"]]
+    with out.open("a") as file:
+        for row in rows:
+            file.write(json.dumps({**row, **about}) + "\n")
