@@ -4,6 +4,7 @@ The order matters. The run directory with its request exists before anything slo
 whatever ends a run in between leaves an event in its metrics and a checkpoint to go on from.
 """
 
+import contextlib
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -150,22 +151,23 @@ class _Session:
         self.log.event("start", startup_ms=startup_ms, parameters=prepared.state.model.num_parameters())
         try:
             loop()
-        except torch.OutOfMemoryError as error:
-            self._end(loop, startup_ms, error)
-            raise out_of_memory(self.request, error) from error
         except BaseException as error:
-            self._end(loop, startup_ms, error)
+            # What ended the run is told, whatever else goes wrong now (a full disk, say).
+            with contextlib.suppress(OSError, ValueError):
+                self._end(loop, startup_ms, error)
+            if isinstance(error, torch.OutOfMemoryError):
+                raise out_of_memory(self.request, error) from error
             raise
         return self._end(loop, startup_ms)
 
     def _end(self, loop: Loop, startup_ms: float, error: BaseException | None = None) -> RunRecord:
         """Close everything; write the record, unless the run was interrupted and is going to be resumed."""
         loop.meter.close()
-        name = _status(error, loop.run)
+        status = _status(error, loop.run)
         if error is not None:
-            self.log.event(name, step=loop.run.state.step, message=str(error) or type(error).__name__)
+            self.log.event(status, step=loop.run.state.step, message=str(error) or type(error).__name__)
         self.log.close()
-        record = self._record(loop, name, startup_ms)
+        record = self._record(loop, status, startup_ms)
         if self.world.is_main and not isinstance(error, Interrupted | KeyboardInterrupt):
             record.save(self.run_dir)
         return record

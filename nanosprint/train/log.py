@@ -47,7 +47,7 @@ class RunLog:
         wandb: bool = False,
         tensorboard: bool = False,
     ) -> None:
-        run = run_dir if isinstance(run_dir, RunDir) else RunDir(Path(run_dir))
+        run = run_dir if isinstance(run_dir, RunDir) else RunDir(run_dir)
         self.path = run.metrics_path
         self._console = console if rank == 0 else None
         self._said: set[str] = set()

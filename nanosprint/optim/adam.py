@@ -1,0 +1,209 @@
+"""AdamW: each weight moves by its gradient's running mean over the root of its running mean square.
+
+    m <- b1 m + (1 - b1) g          v <- b2 v + (1 - b2) g^2
+    w <- (1 - lr wd) w - lr / (1 - b1^t) * m / (sqrt(v / (1 - b2^t)) + eps)
+
+The factors 1 - b^t undo the start of both averages at zero; t counts this parameter's updates. Decay is decoupled:
+it shrinks the weight and never enters m or v. The step of a weight is about lr, whatever the gradient's size, which
+is why embeddings, gains, biases and heads, whose gradients differ by orders of magnitude, go here.
+
+`eps_form` says what eps is added to. "corrected" is the line above, as in torch.optim.AdamW; "uncorrected" adds eps
+to sqrt(v) itself with the step size lr sqrt(1 - b2^t) / (1 - b1^t), as the speedrun and SOAP do. They are the same
+but for the size of eps early on: uncorrected eps equals a corrected eps / sqrt(1 - b2^t).
+"""
+
+from collections.abc import Sequence
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from nanosprint.optim.dtensor import local, local_like
+from nanosprint.optim.shell import Shell, as_dtype, check_unit, number, state_dtype
+
+EpsForm = Literal["corrected", "uncorrected"]
+Implementation = Literal["auto", "foreach", "fused"]
+
+
+def adamw_(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    *,
+    step: float | Tensor,
+    lr: float | Tensor,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float = 0.0,
+    eps_form: EpsForm = "corrected",
+) -> None:
+    """One AdamW update of several tensors at once, all at their update number `step` (from 1).
+
+    params, grads: any float dtype, any shapes, pairwise equal. exp_avgs (m), exp_avg_sqs (v): the same shapes in one
+    dtype, fp32 or wider, in which all arithmetic is done; narrower parameters are rounded once at the end. params and
+    both averages are updated in place; grads are only read. step and lr may be 0-D tensors. Source: Kingma & Ba 2014,
+    arXiv:1412.6980; Loshchilov & Hutter 2017, arXiv:1711.05101.
+    """
+    beta1, beta2 = betas
+    wide = exp_avgs[0].dtype
+    weights, grads = as_dtype(params, wide), as_dtype(grads, wide)
+    exp_avgs, exp_avg_sqs = list(exp_avgs), list(exp_avg_sqs)
+    if isinstance(step, Tensor):
+        step = step.double()  # 1 - 0.999 ** 1 would lose four digits in fp32
+    root_correction2 = (1 - beta2**step) ** 0.5
+    shown_eps = eps / root_correction2 if eps_form == "uncorrected" else eps
+
+    torch._foreach_lerp_(exp_avgs, grads, 1 - beta1)
+    torch._foreach_mul_(exp_avg_sqs, beta2)
+    torch._foreach_addcmul_(exp_avg_sqs, grads, grads, 1 - beta2)
+    updates = torch._foreach_sqrt(exp_avg_sqs)
+    torch._foreach_div_(updates, root_correction2)
+    torch._foreach_add_(updates, shown_eps)
+    torch._foreach_reciprocal_(updates)
+    torch._foreach_mul_(updates, exp_avgs)
+    torch._foreach_mul_(updates, lr / (1 - beta1**step))
+    if weight_decay:
+        torch._foreach_mul_(weights, 1 - lr * weight_decay)
+    torch._foreach_sub_(weights, updates)
+    _write_back(params, weights)
+
+
+def adamw_fused_(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    *,
+    step: int,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float = 0.0,
+    eps_form: EpsForm = "corrected",
+) -> None:
+    """`adamw_` as one pass over memory by torch's own kernel (CPU or CUDA): all tensors fp32, or all fp64."""
+    if eps_form == "uncorrected":
+        eps = eps / (1 - betas[1] ** step) ** 0.5
+    count = torch.full((), float(step), device=params[0].device)
+    torch._fused_adamw_(
+        list(params), list(grads), list(exp_avgs), list(exp_avg_sqs), [], [count] * len(params),
+        lr=lr, beta1=betas[0], beta2=betas[1], weight_decay=weight_decay, eps=eps, amsgrad=False, maximize=False,
+    )  # fmt: skip
+
+
+class AdamW(Shell):
+    """Adam with decoupled weight decay, for any parameters; defaults give the numbers of `torch.optim.AdamW`.
+
+    params: tensors, named tensors or groups, as for any torch optimizer; a group may set any option of its own, and
+    each may change between steps. lr: a float or a 0-D tensor. eps_form: see the module. implementation: "foreach"
+    (torch._foreach kernels), "fused" (one kernel; fp32 or fp64 parameters), or "auto", fused wherever it can be.
+    State per parameter, in `state_dict` under torch's names: step (CPU), exp_avg and exp_avg_sq, fp32 at least
+    whatever the parameter's dtype. A parameter whose gradient is None is left alone, and its step does not advance.
+    DTensor parameters are updated shard by shard, without communication. Raises ValueError for options out of range
+    and for sparse gradients. Source: see `adamw_`.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        eps_form: EpsForm = "corrected",
+        implementation: Implementation = "auto",
+    ) -> None:
+        defaults = {
+            "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay,
+            "eps_form": eps_form, "implementation": implementation,
+        }  # fmt: skip
+        super().__init__(params, defaults)
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        check_adam(group)
+        for option, choices in (("eps_form", EpsForm), ("implementation", Implementation)):
+            if group[option] not in get_args(choices):
+                raise ValueError(f"{option}={group[option]!r} is unknown: choose one of {', '.join(get_args(choices))}")
+
+    def _init_state(self, param: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        init_adam_state(param, state)
+
+    def _update(self, group: dict[str, Any]) -> None:
+        params: list[Tensor] = []
+        grads: list[Tensor] = []
+        exp_avgs: list[Tensor] = []
+        exp_avg_sqs: list[Tensor] = []
+        steps: list[Tensor] = []
+        self._init_group(group, params, grads, exp_avgs, exp_avg_sqs, steps)
+        if not params:
+            return
+        torch._foreach_add_(steps, 1)
+        options = {
+            "lr": number(group["lr"]), "betas": group["betas"], "eps": group["eps"],
+            "weight_decay": group["weight_decay"], "eps_form": group["eps_form"],
+        }  # fmt: skip
+        columns = (params, grads, exp_avgs, exp_avg_sqs)
+        if torch.compiler.is_compiling():  # steps cannot be read while tracing; the compiler batches on its own
+            for i, step in enumerate(steps):
+                adamw_(*([column[i]] for column in columns), step=step, **options)
+            return
+        for (step, *_), rows in _batches(params, grads, steps).items():
+            batch = [[local(column[i]) for i in rows] for column in columns]
+            batch[1] = [local_like(grads[i], params[i]) for i in rows]
+            rule = adamw_fused_ if _fusible(group["implementation"], batch, options["lr"]) else adamw_
+            rule(*batch, step=step, **options)
+
+    def _init_group(self, group: dict[str, Any], *columns: list[Tensor]) -> None:
+        """Append this group's tensors to the lists. The name is one that torch.compile runs outside its graph."""
+        for param in self._active(group):
+            state = self.state[param]
+            row = (param, param.grad, state["exp_avg"], state["exp_avg_sq"], state["step"])
+            for column, tensor in zip(columns, row, strict=True):
+                column.append(tensor)
+
+
+def check_adam(group: dict[str, Any]) -> None:
+    """Raise ValueError for betas or eps out of range."""
+    for i, beta in enumerate(group["betas"]):
+        check_unit(f"betas[{i}]", beta)
+    if not group["eps"] >= 0:
+        raise ValueError(f"eps={group['eps']} must not be negative (1e-8 is usual)")
+
+
+def init_adam_state(param: Tensor, state: dict[str, Any]) -> None:
+    """Counter and both averages at zero, under the names that torch's AdamW uses."""
+    state["step"] = torch.zeros((), dtype=torch.float32)
+    state["exp_avg"] = torch.zeros_like(param, dtype=state_dtype(param))
+    state["exp_avg_sq"] = torch.zeros_like(param, dtype=state_dtype(param))
+
+
+def _batches(params: list[Tensor], grads: list[Tensor], steps: list[Tensor]) -> dict[tuple[Any, ...], list[int]]:
+    """Indices of the tensors that one call can update: same step, device and dtypes."""
+    batches: dict[tuple[Any, ...], list[int]] = {}
+    for i, (param, grad, step) in enumerate(zip(params, grads, steps, strict=True)):
+        batches.setdefault((int(step), param.device, param.dtype, grad.dtype), []).append(i)
+    return batches
+
+
+def _fusible(implementation: Implementation, batch: list[list[Tensor]], lr: Any) -> bool:
+    """Whether to take torch's fused kernel; ValueError if it was asked for and cannot."""
+    if implementation == "foreach":
+        return False
+    devices_fit = batch[0][0].device.type in ("cpu", "cuda")
+    dtypes_fit = len({tensors[0].dtype for tensors in batch}) == 1
+    if devices_fit and dtypes_fit and not isinstance(lr, Tensor):
+        return True
+    if implementation == "fused":
+        raise ValueError(
+            f"implementation='fused' needs fp32 or fp64 parameters and gradients on cpu or cuda and lr as a float or "
+            f"a CPU tensor, got {batch[0][0].dtype} and {batch[1][0].dtype} on {batch[0][0].device}: use 'auto'"
+        )
+    return False
+
+
+def _write_back(params: Sequence[Tensor], weights: list[Tensor]) -> None:
+    """Round the updated weights into narrower parameters; same-dtype ones were updated in place."""
+    if params[0].dtype != weights[0].dtype:
+        torch._foreach_copy_(list(params), weights)
