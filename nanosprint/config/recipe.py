@@ -159,7 +159,7 @@ class Execution:
     gpus: int = 1  # processes, on CPU too
     lanes_per_microbatch: int | Literal["auto"] = "auto"
     compute: Literal["auto", "bf16", "fp32"] = "auto"  # never below the recipe's precision
-    attention: Literal["auto", "sdpa", "reference"] = "auto"
+    attention: Literal["auto", "sdpa", "cudnn", "flash", "reference"] = "auto"
     compile: Literal["auto", "off", "default", "max-autotune"] = "auto"
     threads: int = 0  # CPU threads per process; 0 leaves torch's choice
     allocator: Literal["auto", "default", "expandable"] = "auto"

@@ -148,5 +148,7 @@ def _lines(found: DatasetInfo) -> Iterable[str]:
         yield "document lengths in tokens:"
         most = max(found.lengths)
         for i, count in enumerate(found.lengths):
+            if not any(found.lengths[: i + 1]):
+                continue
             bar = "#" * -(-count * BAR_WIDTH // most)
             yield f"  {2**i:>10,} - {2 ** (i + 1) - 1:<10,} {count:>10,} {bar}".rstrip()

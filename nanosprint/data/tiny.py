@@ -14,15 +14,15 @@ from nanosprint.data.publish import publish
 from nanosprint.data.shards import write_shard
 from nanosprint.data.tokenizers import BytesTokenizer, save_tokenizer
 
-NUM_DOCUMENTS = 400
-NUM_VAL_DOCUMENTS = 40
+NUM_DOCUMENTS = 600
+NUM_VAL_DOCUMENTS = 60
 NUM_WORDS = 240
 NUM_FOLLOWERS = 6
 SYLLABLE = ((*"bdfgklmnprstv", "st", "tr"), (*"aeiou",), ("", "", *"nrsl"))  # head, vowel, tail
 
 
 def build_tiny(folder: Path) -> None:
-    """Make the dataset `folder`: the bytes of 360 training and 40 validation documents, each after a BOS."""
+    """Make the dataset `folder`: the bytes of 540 training and 60 validation documents, each after a BOS."""
     tokenizer = BytesTokenizer()
     documents = [np.concatenate([[256], tokenizer.encode(text)]) for text in tiny_documents()]
     with publish(folder) as workshop:

@@ -108,7 +108,7 @@ def test_update_is_nearly_the_polar_factor(name):
     start = params[0].detach().clone()
     run(Muon(params, lr=1.0, orthogonalizer=name, momentum=0.0), params, gradients)
     U, _, Vh = torch.linalg.svd(gradients[0][0].double(), full_matrices=False)
-    truth = -(32 / 16) ** 0.5 * U @ Vh
+    truth = -((32 / 16) ** 0.5) * U @ Vh
     step = (params[0].detach() - start).double()
     assert (step - truth).norm() / truth.norm() < 0.33
     assert (step * truth).sum() / step.norm() / truth.norm() > 0.97
