@@ -56,9 +56,7 @@ def draw(logits_V: Tensor, temperature: float, top_k: int | None, generator: tor
     return int(torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator))
 
 
-def _check(
-    prompt: Sequence[int], num_tokens: int, vocab_size: int, temperature: float, top_k: int | None
-) -> None:
+def _check(prompt: Sequence[int], num_tokens: int, vocab_size: int, temperature: float, top_k: int | None) -> None:
     if not prompt:
         raise UserError("the prompt is empty: give at least one character")
     if num_tokens < 1:

@@ -132,7 +132,7 @@ class _Dropped(Exception):
 def _fetcher(repo: str) -> Callable[[Path], None]:
     """A function that fetches one file of `repo`, going on with the part of it that is there."""
     hub = require("huggingface_hub", extra="data", purpose="data download")
-    errors = hub.errors
+    errors = require("huggingface_hub.errors", extra="data", purpose="data download")
     # Its HTTP client, and so the class of a transport error, differs between versions; this is always its base.
     transport_errors: tuple[type[BaseException], ...] = (OSError, *errors.HfHubHTTPError.__bases__)
 

@@ -142,7 +142,7 @@ def _lines(found: DatasetInfo) -> Iterable[str]:
         verdict = f"  ERROR {shard.error}" if shard.error else f"  {shard.tokens:,} tokens{documents}"
         yield f"  {shard.path.name}{verdict}"
     for split in SPLITS:
-        count = found.documents(split)
+        count = found.documents(split) if found.tokens(split) else None
         yield f"{split}: {found.tokens(split):,} tokens" + ("" if count is None else f" in {count:,} documents")
     if any(found.lengths):
         yield "document lengths in tokens:"

@@ -27,7 +27,7 @@ from typing import NamedTuple
 import numpy as np
 
 from nanosprint.data.publish import existing_dataset, publish
-from nanosprint.data.shards import SHARD_TOKENS, ShardWriter, open_shard
+from nanosprint.data.shards import SHARD_TOKENS, ShardWriter, read_chunks
 from nanosprint.data.sources import STDIN, Piece, find_sources, read_pieces
 from nanosprint.data.tokenizers import KINDS, CharsTokenizer, Tokenizer, from_dict, save_tokenizer
 
@@ -185,7 +185,7 @@ class _SplitWriter:
         self.train = ShardWriter(self.folder, self.name, "train", self.shard_tokens)
         self.num_val_documents, position = 0, 0
         with self.val, self.train:
-            for tokens in map(open_shard, moved):
+            for tokens in (chunk for path in moved for chunk in read_chunks(path)):
                 cut = min(max(0, start - position), len(tokens))
                 self.train.add(tokens[:cut])
                 self.val.add(tokens[cut:])

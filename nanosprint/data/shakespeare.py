@@ -11,7 +11,8 @@ come in blocks between blank lines:
     When shall we three meet again           the lines of the speech
 
 A block without a speaker goes on with the speech before it, after a direction or at a new stanza. Each speech becomes
-its speaker's name with a colon on a line of its own, then its lines; a blank line separates speeches.
+its speaker's name with a colon on a line of its own, then its lines; a blank line separates speeches. What stands in a
+scene before its first speaker is dropped: ends of headings, and some 60 lines whose speaker the package left out.
 """
 
 import hashlib
@@ -104,7 +105,7 @@ def _speeches(markdown: str) -> Iterator[tuple[str, list[str]]]:
             if speaker:
                 yield speaker, lines
             speaker, lines, rows = name, [], rows[1:]
-        if speaker and not (rows and LIST_ITEM.match(rows[0])):  # before the first speaker stand headings' ends only
+        if speaker and not (rows and LIST_ITEM.match(rows[0])):
             lines += _spoken(rows)
     if speaker:
         yield speaker, lines

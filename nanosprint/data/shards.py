@@ -13,7 +13,7 @@ import logging
 import lzma
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -83,6 +83,13 @@ def open_shard(path: Path) -> np.ndarray:
     return np.memmap(path, TOKEN, "r", HEADER_BYTES, (count,))
 
 
+def read_chunks(path: Path, size: int = 1 << 20) -> Iterator[np.ndarray]:
+    """The tokens of a shard in copies of at most `size`, (n,) uint16: in one pass, and in little memory."""
+    count = read_header(path)
+    for start in range(0, count, size):
+        yield np.fromfile(path, TOKEN, min(size, count - start), offset=HEADER_BYTES + TOKEN.itemsize * start)
+
+
 def checksum(path: Path) -> str:
     """SHA-256 of a file, in hexadecimal; reads it in pieces, at about 1 GB/s or more."""
     with open(path, "rb") as file:
@@ -100,7 +107,7 @@ def write_shard(path: Path, tokens: np.ndarray) -> None:
     """Write one shard, atomically. tokens: (n,) of any integer type, values below 65,536."""
     with atomic_file(path) as file:
         file.write(header_bytes(len(tokens)))
-        file.write(as_tokens(tokens).tobytes())
+        file.write(np.ascontiguousarray(as_tokens(tokens)).data)
 
 
 def as_tokens(tokens: np.ndarray) -> np.ndarray:
@@ -150,7 +157,7 @@ class ShardWriter:
                 self._begin()
             assert self._file is not None
             part = tokens[: self.shard_tokens - self._filled]
-            self._file.write(part.tobytes())
+            self._file.write(np.ascontiguousarray(part).data)
             self._filled += len(part)
             tokens = tokens[len(part) :]
             if self._filled == self.shard_tokens:

@@ -156,9 +156,7 @@ def _parquet_texts(path: Path, column: str) -> Iterator[str]:
         with pq.ParquetFile(path) as file:
             names = file.schema_arrow.names
             if column not in names:
-                raise ValueError(
-                    f"{path}: no column {column!r}; there are {_names(names)}: choose one with --text-column"
-                )
+                raise ValueError(f"{path}: no column {column!r}, but {_names(names)}: choose one with --text-column")
             row = 0
             for batch in file.iter_batches(batch_size=256, columns=[column]):
                 for value in batch.column(0):

@@ -40,15 +40,23 @@ class Head(nn.Module):
 
     def forward(self, x_BSD: Tensor, tied: Tensor) -> Tensor:
         """Logits in fp32, or wider if x is. `tied` is the embedding's table (V, D)."""
-        weight = tied if self.weight is None else self.weight
-        vocab_size = weight.size(0)
-        if x_BSD.is_cuda and vocab_size % _ALIGN:
-            weight = F.pad(weight.to(x_BSD.dtype), (0, 0, 0, -vocab_size % _ALIGN))
-        logits = linear(x_BSD, weight)[..., :vocab_size]
+        return self._logits(x_BSD, tied if self.weight is None else self.weight)
+
+    def _logits(self, x_BSD: Tensor, weight_VD: Tensor) -> Tensor:
+        logits = linear(x_BSD, weight_VD)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return logits if self.config.softcap is None else softcap(logits, self.config.softcap)
 
     def loss_sum(self, x_BSD: Tensor, targets_BS: Tensor, tied: Tensor) -> Tensor:
         """Cross-entropy in nats, summed over the targets that count (those not NOT_SCORED)."""
-        logits = self(x_BSD, tied)
+        weight = tied if self.weight is None else self.weight
+        extra = -weight.size(0) % _ALIGN if x_BSD.is_cuda else 0
+        if not extra:
+            logits = self._logits(x_BSD, weight)
+        else:
+            # Rows of logits that start at odd addresses halve the speed of everything that reads them. The extra
+            # columns are masked rather than cut off, which would bring the odd addresses back.
+            logits = self._logits(x_BSD, F.pad(weight.to(x_BSD.dtype), (0, 0, 0, extra)))
+            beyond = torch.arange(logits.size(-1), device=logits.device) >= weight.size(0)
+            logits = logits.masked_fill(beyond, float("-inf"))
         return F.cross_entropy(logits.flatten(0, -2), targets_BS.flatten(), ignore_index=NOT_SCORED, reduction="sum")

@@ -155,5 +155,5 @@ def test_user_mistakes():
         polar.polar_express(torch.ones(2, 2, dtype=torch.int64))
     with pytest.raises(ValueError, match="steps=0"):
         polar.newton_schulz(torch.randn(2, 2), steps=0)
-    with pytest.raises(ValueError, match="'svd' is unknown.*ns5, polar_express"):
+    with pytest.raises(ValueError, match=r"'svd' is unknown.*ns5, polar_express"):
         polar.orthogonalizer("svd")

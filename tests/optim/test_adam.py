@@ -160,7 +160,7 @@ def test_user_mistakes():
         AdamW(p, betas=(0.9, 1.0))
     with pytest.raises(ValueError, match="eps=-1"):
         AdamW(p, eps=-1)
-    with pytest.raises(ValueError, match="eps_form='none'.*corrected, uncorrected"):
+    with pytest.raises(ValueError, match=r"eps_form='none'.*corrected, uncorrected"):
         AdamW(p, eps_form="none")
     with pytest.raises(TypeError, match="maximize"):
         AdamW(p, maximize=True)

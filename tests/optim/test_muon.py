@@ -195,15 +195,15 @@ def test_user_mistakes():
         Muon([nn.Parameter(torch.ones(7))])
     with pytest.raises(ValueError, match=r"shape \(\) is not a matrix"):
         Muon([nn.Parameter(torch.tensor(1.0))])
-    with pytest.raises(ValueError, match="lr=-0.1"):
+    with pytest.raises(ValueError, match=r"lr=-0\.1"):
         Muon(matrix, lr=-0.1)
     with pytest.raises(ValueError, match="lr=nan"):
         Muon(matrix, lr=float("nan"))
-    with pytest.raises(ValueError, match="momentum=1.0"):
+    with pytest.raises(ValueError, match=r"momentum=1\.0"):
         Muon(matrix, momentum=1.0)
-    with pytest.raises(ValueError, match="split=3.*4 rows"):
+    with pytest.raises(ValueError, match=r"split=3.*4 rows"):
         Muon(matrix, split=3)
-    with pytest.raises(ValueError, match="scale='frobenius'.*spectral, rms"):
+    with pytest.raises(ValueError, match=r"scale='frobenius'.*spectral, rms"):
         Muon(matrix, scale="frobenius")
     with pytest.raises(ValueError, match="orthogonalizer='svd'"):
         Muon(matrix, orthogonalizer="svd")

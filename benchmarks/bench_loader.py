@@ -1,0 +1,107 @@
+"""The loader without a model: tokens a second, beside the memory bandwidth of one thread.
+
+    python benchmarks/bench_loader.py [--data DIR] [--seconds 2]
+
+Prints one JSON object a row. `tokens_per_s` is the median over the repeats of consuming steps as fast as they come;
+`bytes_per_s` counts what a token costs at least: 2 bytes read, 4 + 8 written. The roof is numpy copying a large array.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+
+from nanosprint.data.loader import TokenLoader
+from nanosprint.data.shards import find_shards, open_shard
+
+BYTES_PER_TOKEN = 2 + 4 + 8
+CASES = (  # name, order, batch_tokens, seq_len, lanes, lanes_per_microbatch
+    ("gpt2", "sequential", 524_288, 1024, 8, 8),
+    ("gpt2, one lane", "sequential", 524_288, 1024, 8, 1),
+    ("gpt2, shuffled", "shuffled", 524_288, 1024, 8, 8),
+    ("shakespeare-like", "shuffled", 16_384, 128, 8, 8),
+    ("small batch", "sequential", 4_096, 64, 8, 8),
+)
+
+
+def copy_bandwidth() -> float:
+    """Bytes a second, read and written, of one thread copying 256 MB."""
+    source = np.ones(1 << 28, np.uint8)
+    target = np.empty_like(source)
+    np.copyto(target, source)
+    best = min(_seconds(lambda: np.copyto(target, source)) for _ in range(5))
+    return 2 * source.nbytes / best
+
+
+def measure(shards: list[Path], case: tuple, seconds: float, device: str) -> float:
+    """Tokens a second of one pass over the case, for about `seconds`."""
+    _, order, batch_tokens, seq_len, lanes, k = case
+    loader = TokenLoader(
+        shards,
+        lambda step: SimpleNamespace(batch_tokens=batch_tokens, seq_len=seq_len),
+        num_steps=1 << 15,
+        lanes=lanes,
+        lanes_per_microbatch=k,
+        vocab_size=65_536,
+        order=order,
+        epochs=1e9,
+        device=device,
+    )
+    with loader:
+        steps = iter(loader)
+        for _ in range(8):
+            next(steps)
+        began, count = time.perf_counter(), 0
+        while time.perf_counter() - began < seconds:
+            next(steps)
+            count += 1
+        if device == "cuda":
+            torch.cuda.synchronize()
+        return count * batch_tokens / (time.perf_counter() - began)
+
+
+def _seconds(work) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, default=Path("/work/shared/corpus"))
+    parser.add_argument("--seconds", type=float, default=2.0)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--device", default="cpu")
+    args = parser.parse_args()
+    shards = find_shards(args.data, "train")
+    for shard in shards:
+        open_shard(shard).max()  # into the page cache
+    roof = copy_bandwidth()
+    for case in CASES:
+        rates = sorted(measure(shards, case, args.seconds / args.repeats, args.device) for _ in range(args.repeats))
+        row = {
+            "bench": "loader",
+            "case": case[0],
+            "order": case[1],
+            "batch_tokens": case[2],
+            "seq_len": case[3],
+            "tokens_per_s": round(statistics.median(rates)),
+            "p20": round(rates[len(rates) // 5]),
+            "p80": round(rates[-1 - len(rates) // 5]),
+            "bytes_per_s": round(statistics.median(rates) * BYTES_PER_TOKEN),
+            "roof_bytes_per_s": round(roof),
+            "device": args.device,
+            "torch": torch.__version__,
+            "python": sys.version.split()[0],
+        }
+        print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    main()
