@@ -6,7 +6,8 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -317,3 +318,94 @@ def check(recipe: str | None, overrides: tuple[str, ...], everything: bool) -> N
 @cli.group()
 def data() -> None:
     """Fetch, prepare and look at token shards."""
+
+
+@data.command("download")
+@click.argument("name")
+@click.option("--shards", type=click.IntRange(1), help="Training shards of 100 M tokens.  [default: all]")
+@click.option("--out", type=click.Path(path_type=Path), help="[default: data/NAME]")
+def data_download(name: str, shards: int | None, out: Path | None) -> None:
+    """Fetch a published token set: fineweb10B, fineweb100B or finewebedu10B. Call again to go on."""
+    from nanosprint.data.download import download
+
+    folder = out or Path("data") / name
+    files = download(name, folder, shards, notify=click.echo)
+    click.echo(f"{folder}: {len(files)} files, complete")
+
+
+@data.command("prepare")
+@click.argument("sources", nargs=-1, required=True, metavar="FILE|DIR|-...")
+@click.option("--out", required=True, type=click.Path(path_type=Path), help="Dataset folder to make.")
+@click.option("--tokenizer", type=click.Choice(["gpt2", "chars", "bytes"]), default="gpt2", show_default=True)
+@click.option(
+    "--val-tokens", type=click.IntRange(0), help="Targets to hold out.  [default: a tenth, at most 10,485,760]"
+)
+@click.option("--shard-tokens", type=click.IntRange(1), default=100_000_000, show_default=True)
+@click.option("--text-column", help="Column of .jsonl and .parquet.  [default: text]")
+@click.option("--name", help="Stem of the shards' names.  [default: that of --out]")
+@click.option("--threads", type=click.IntRange(1), help="[default: one a core]")
+@click.option("--overwrite", is_flag=True, help="Replace a data set that is there.")
+def data_prepare(
+    sources: tuple[str, ...],
+    out: Path,
+    tokenizer: str,
+    val_tokens: int | None,
+    shard_tokens: int,
+    text_column: str | None,
+    name: str | None,
+    threads: int | None,
+    overwrite: bool,
+) -> None:
+    """Turn text into token shards: .txt, .jsonl, .parquet, also .gz, .zst or .xz; - reads standard input."""
+    from nanosprint.data.prepare import prepare
+
+    with _counter() as progress:
+        made = prepare(
+            sources,
+            tokenizer,
+            out,
+            name=name,
+            val_tokens=val_tokens,
+            shard_tokens=shard_tokens,
+            text_column=text_column,
+            processes=threads,
+            progress=progress,
+            overwrite=overwrite,
+        )
+    rate = made.text_bytes / 1e6 / made.seconds
+    click.echo(
+        f"{made.train_tokens:,} training and {made.val_tokens:,} validation tokens from {made.documents:,} documents"
+    )
+    click.echo(
+        f"{made.text_bytes / 1e6:,.1f} MB in {made.seconds:.1f} s ({rate:.1f} MB/s), vocabulary {made.vocab_size:,}"
+    )
+    click.echo(f"data set: {made.folder}")
+
+
+@data.command("info")
+@click.argument("path", type=click.Path(path_type=Path))
+def data_info(path: Path) -> int:
+    """Check and describe a shard or a folder of shards. Exit code 1 where something is wrong."""
+    from nanosprint.data.info import format_info, info
+
+    found = info(path)
+    click.echo(format_info(found))
+    return EXIT_FAILED if found.errors else 0
+
+
+@contextmanager
+def _counter() -> Iterator[Callable[[int, int], None]]:
+    """Bytes and tokens so far, on one line that is rewritten; silence where standard error is no terminal."""
+    if not sys.stderr.isatty():
+        yield lambda num_bytes, num_tokens: None
+        return
+    shown = 0.0
+
+    def show(num_bytes: int, num_tokens: int) -> None:
+        nonlocal shown
+        if time.monotonic() - shown > 0.2:
+            shown = time.monotonic()
+            click.echo(f"\r{num_bytes / 1e6:,.0f} MB  {num_tokens / 1e6:,.1f} M tokens", nl=False, err=True)
+
+    yield show
+    click.echo("\r", nl=False, err=True)

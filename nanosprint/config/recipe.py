@@ -84,11 +84,11 @@ class Recipe:
 
     def plan(self, step: int) -> StepPlan:
         """What happens at `step`, 0 .. num_steps - 1."""
-        num_steps = self.train.num_steps
+        num_steps, momentum = self.train.num_steps, self.schedule.momentum
         return StepPlan(
             step=step,
             lr_factor=self.schedule.lr.factor(step, num_steps),
-            momentum=self.schedule.momentum and self.schedule.momentum.value(step, num_steps),
+            momentum=None if momentum is None else momentum.value(step, num_steps),
             batch_tokens=self.train.batch_tokens,
             seq_len=self.model.seq_len,
         )
@@ -158,7 +158,7 @@ class Execution:
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     gpus: int = 1  # processes, on CPU too
     lanes_per_microbatch: int | Literal["auto"] = "auto"
-    compute: Literal["auto", "bf16", "fp32"] = "auto"  # never below the recipe's precision
+    compute: Literal["auto", "bf16", "fp32", "fp64"] = "auto"  # never below the recipe's precision
     attention: Literal["auto", "sdpa", "cudnn", "flash", "reference"] = "auto"
     compile: Literal["auto", "off", "default", "max-autotune"] = "auto"
     threads: int = 0  # CPU threads per process; 0 leaves torch's choice

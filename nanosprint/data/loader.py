@@ -15,7 +15,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, Self
 
@@ -109,6 +109,7 @@ class TokenLoader:
         self._reader = _Reader(shards, vocab_size)
         self._order_name, self._seed = order, seed
         self._order = make_order(order, self._reader.counts, seed)
+        self._identity = self._make_identity()
         self._step, self._position = self._find_start(start_step, state)
         self._check_plan(epochs)
         self._ring = _PinnedRing(self.device, prefetch + 1) if self.device.type == "cuda" else None
@@ -169,8 +170,7 @@ class TokenLoader:
                 start = self._order.start(position, shape.batch_tokens, shape.seq_len)
                 position = self._order.advance(start, shape.batch_tokens, shape.seq_len)
             return start_step or 0, position
-        expected = self._identity()
-        for key, value in expected.items():
+        for key, value in self._identity.items():
             if state.get(key) != value:
                 raise ValueError(
                     f"the checkpoint's data reader has {key}={state.get(key)!r}, this run {value!r}: "
@@ -180,7 +180,7 @@ class TokenLoader:
             raise ValueError(f"start_step={start_step}, but the data reader's state is at step {state['step']}")
         return state["step"], Position(**state["position"])
 
-    def _identity(self) -> dict[str, Any]:
+    def _make_identity(self) -> dict[str, Any]:
         """What must agree between a state and the loader that goes on from it."""
         return {
             "version": STATE_VERSION,
@@ -251,9 +251,9 @@ class TokenLoader:
             self._reader.read(chosen.shards, chosen.offsets, tokens[m].numpy(), targets[m].numpy())
         self._position = self._order.advance(start, batch_tokens, seq_len)
         state = {
-            **self._identity(),
+            **self._identity,
             "step": step + 1,
-            "position": asdict(self._position),
+            "position": vars(self._position).copy(),
             "epochs_read": self._order.passes(self._position, seq_len),
         }
         if self._ring is None or slot is None:
@@ -310,7 +310,7 @@ class _Reader:
             raise ShardError("no shards to read from")
         self.paths = list(paths)
         self.vocab_size = vocab_size
-        self.shards = [open_shard(path) for path in self.paths]
+        self.shards = [open_shard(path).view(np.ndarray) for path in self.paths]  # slicing a memmap is slow
         self.counts = [len(shard) for shard in self.shards]
 
     def read(self, shards: np.ndarray, offsets: np.ndarray, tokens: np.ndarray, targets: np.ndarray) -> None:
@@ -323,7 +323,7 @@ class _Reader:
             tokens[:] = run[:-1].reshape(num_rows, seq_len)
             targets[:] = run[1:].reshape(num_rows, seq_len)
             return
-        for shard in np.unique(shards):
+        for shard in np.unique(shards) if len(self.shards) > 1 else (0,):
             here = np.flatnonzero(shards == shard)
             windows = np.lib.stride_tricks.sliding_window_view(self.shards[shard], seq_len + 1)
             rows = windows[offsets[here]]

@@ -104,6 +104,7 @@ class Shuffled:
         # Only the latest epochs: a permutation of a large corpus takes 8 bytes per block.
         self._permutation = functools.lru_cache(maxsize=2)(self._make_permutation)
         self._blocks = functools.lru_cache(maxsize=4)(self._count_blocks)
+        self._first_draw = functools.lru_cache(maxsize=4)(self._draw_first)
 
     def start(self, position: Position, batch_tokens: int, seq_len: int) -> Position:
         num_rows = batch_tokens // seq_len
@@ -131,9 +132,10 @@ class Shuffled:
 
     def shift(self, epoch: int, seq_len: int) -> int:
         """Where in each shard the first block of this epoch begins, 0 .. seq_len - 1."""
-        if epoch == 0:
-            return 0
-        return int(self._random(epoch, 1)[0] % np.uint64(seq_len))
+        return 0 if epoch == 0 else self._first_draw(epoch) % seq_len
+
+    def _draw_first(self, epoch: int) -> int:
+        return int(self._random(epoch, 1)[0])
 
     def _count_blocks(self, epoch: int, seq_len: int) -> tuple[int, ...]:
         shift = self.shift(epoch, seq_len)

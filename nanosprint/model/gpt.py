@@ -42,8 +42,9 @@ class GPT(nn.Module):
         """Fill every weight from `seed`: the same values on every device and for every number of processes."""
         generator = torch.Generator(device="cpu").manual_seed(seed)
         for module in self.modules():
-            if module is not self and hasattr(module, "init_weights"):
-                module.init_weights(generator)
+            initialize = getattr(module, "init_weights", None)
+            if module is not self and initialize is not None:
+                initialize(generator)
 
     def hidden(self, tokens_BS: Tensor, caches: list[KVCache | None] | None = None) -> Tensor:
         """Normed output (B, S, D) of the last layer. With caches, the tokens follow those that the caches hold."""

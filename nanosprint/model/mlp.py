@@ -1,5 +1,7 @@
 """The feed-forward half of a layer: two projections around an activation."""
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -14,7 +16,11 @@ def relu2(x: Tensor) -> Tensor:
     return F.relu(x).square()
 
 
-ACTIVATIONS = {"relu2": relu2, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu2": relu2,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+}
 
 
 class MLP(nn.Module):

@@ -22,7 +22,7 @@ from nanosprint.train import checkpoint, distributed
 from nanosprint.train.clock import Clock
 from nanosprint.train.console import Display, open_display
 from nanosprint.train.distributed import World
-from nanosprint.train.energy import open_meter
+from nanosprint.train.energy import CountedElsewhere, EnergyMeter, open_meter
 from nanosprint.train.environment import environment
 from nanosprint.train.log import RunLog
 from nanosprint.train.loop import Loop
@@ -46,11 +46,12 @@ def train(
     under data/. execution: how to carry it out, an `Execution` or a mapping of its fields. Raises ValueError for what
     cannot work and DivergedError for a loss that is not finite.
     """
-    if not isinstance(execution, Execution):
-        execution = apply_overrides(Execution(), execution or {})
+    carried: Execution = (
+        execution if isinstance(execution, Execution) else apply_overrides(Execution(), execution or {})
+    )
     request = RunRequest(
         recipe=recipe.validate(),
-        execution=execution,
+        execution=carried,
         seed=seed,
         data=None if data is None else str(data),
         max_steps=max_steps,
@@ -139,7 +140,7 @@ class _Session:
         self.request = prepared.request
 
     def _train(self, prepared: Prepared, saved: dict[str, Any] | None) -> RunRecord:
-        meter = open_meter(self.world.device.type, self._gpu_ids())
+        meter = self._meter()
         clock = Clock(prepared.synchronize, hooks=[meter])
         ceiling = peak(self.world.device, str(self.request.execution.compute))
         loop = Loop(prepared, self.run_dir, self.log, clock, ceiling, meter)
@@ -148,7 +149,13 @@ class _Session:
         if self.resume:
             self.log.event("resume", step=prepared.state.step)
         startup_ms = 1000 * (time.time() - self.started)
-        self.log.event("start", startup_ms=startup_ms, parameters=prepared.state.model.num_parameters())
+        parameters = prepared.state.model.num_parameters()
+        self.log.event(
+            "start",
+            startup_ms=startup_ms,
+            parameters=parameters,
+            message=f"{parameters:,} parameters, {self._described()}, ready after {startup_ms / 1000:.1f} s",
+        )
         try:
             loop()
         except BaseException as error:
@@ -162,6 +169,8 @@ class _Session:
 
     def _end(self, loop: Loop, startup_ms: float, error: BaseException | None = None) -> RunRecord:
         """Close everything; write the record, unless the run was interrupted and is going to be resumed."""
+        with contextlib.suppress(RuntimeError):  # a device that failed cannot be waited for
+            loop.stop_clock()
         loop.meter.close()
         status = _status(error, loop.run)
         if error is not None:
@@ -198,16 +207,29 @@ class _Session:
             peak_memory_bytes=loop.memory.read(),
             tokens_per_s=tokens_per_s,
             mfu=_mfu(tokens_per_s, loop.flops_per_token, loop.peak, self.world.size),
-            energy_j=loop.meter.energy_j,
-            energy_reason=loop.meter.reason,
+            energy_j=loop.outcome.energy_j,
+            energy_reason=loop.outcome.energy_reason,
             wait_fraction=1000 * loop.outcome.wait_s / train_ms if train_ms else None,
             metrics_sha256=metrics_sha256(self.run_dir.metrics_path) if self.world.is_main else "",
             series=request.series,
             created=request.created,
         )
 
-    def _gpu_ids(self) -> list[int | str]:
-        return [gpu["uuid"] for gpu in self.environment["gpus"]][: self.world.size]
+    def _described(self) -> str:
+        """How the run is carried out, in a few words."""
+        execution = self.request.execution
+        words = [f"{self.world.size} x {execution.device}", str(execution.compute), f"attention {execution.attention}"]
+        return ", ".join(
+            [*words, f"compile {execution.compile}", f"{execution.lanes_per_microbatch} lanes a micro-batch"]
+        )
+
+    def _meter(self) -> EnergyMeter:
+        """This process's share of the energy: its own GPU, or on a CPU the whole machine for one process of it."""
+        if self.world.device.type == "cuda":
+            return open_meter("cuda", [self.environment["gpus"][self.world.device.index or 0]["uuid"]])
+        if self.world.local_rank:
+            return EnergyMeter(CountedElsewhere())
+        return open_meter(self.world.device.type)
 
 
 def _status(error: BaseException | None, run: Prepared) -> Status:

@@ -27,6 +27,8 @@ class World:
     rank: int
     size: int
     device: torch.device
+    local_rank: int = 0  # among the processes of this machine
+    local_size: int = 1
 
     @property
     def is_main(self) -> bool:
@@ -68,7 +70,8 @@ def start(device_name: str) -> World:
         return World(0, 1, device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=TIMEOUT)
-    return World(dist.get_rank(), dist.get_world_size(), device)
+    local_rank, local_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return World(dist.get_rank(), dist.get_world_size(), device, local_rank, local_size)
 
 
 def stop() -> None:

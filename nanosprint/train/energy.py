@@ -123,6 +123,18 @@ def open_meter(device: str, gpus: Sequence[int | str] = ()) -> EnergyMeter:
     return EnergyMeter(f"no energy counter is known for device {device!r}")
 
 
+class CountedElsewhere:
+    """Nothing, because another process of this machine reads the counter that covers both."""
+
+    name = "none"
+    poll_s = None
+
+    def joules(self) -> float:
+        return 0.0
+
+    def close(self) -> None: ...
+
+
 class NvmlSource:
     """The sum of the total energy counters of some NVIDIA GPUs. Raises RuntimeError with the reason where it fails."""
 

@@ -36,6 +36,8 @@ class Outcome:
 
     val: Validation | None = None
     wait_s: float = 0.0  # of the training time, waiting for data
+    energy_j: float | None = None  # of all processes
+    energy_reason: str | None = "the run did not come to its end"
 
 
 class Loop:
@@ -55,7 +57,8 @@ class Loop:
         """Go on from a checkpoint."""
         self.run.state.restore(saved)
         self.clock.restore(self.run.state.train_ms)
-        self.meter.restore(saved["energy"])
+        if self.run.world.is_main:  # it was the sum over all processes, and becomes the main one's share
+            self.meter.restore(saved["energy"])
         self.outcome.wait_s = saved["wait_s"]
         self.saved_step = self.run.state.step
 
@@ -76,6 +79,7 @@ class Loop:
                 if self._validation_due(last):
                     self.validate()
                 if state.step == last:
+                    self.outcome.energy_j, self.outcome.energy_reason = self.energy()
                     return self.outcome
                 if not self.clock.running:
                     self.clock.start()
@@ -121,8 +125,9 @@ class Loop:
     def save(self) -> None:
         """Write a checkpoint, off the clock. A full disk is reported and training goes on with the last good one."""
         state = self.run.state
-        self._stop_clock()
+        self.stop_clock()
         self.flush()
+        joules, reason = self.energy()
         self.saved_step, self.saved_at = state.step, time.monotonic()
         if not self.run.world.is_main:
             return
@@ -130,19 +135,21 @@ class Loop:
         content = {
             **state.capture(),
             "recipe_hash": self.run.recipe.hash,
-            "energy": self.meter.state(),
+            "energy": {"energy_j": joules, "reason": reason},
             "wait_s": self.outcome.wait_s,
         }
         try:
             path = checkpoint.save(self.run_dir.checkpoints_path, content, state.step)
-            self.log.event("checkpoint", step=state.step, file=path.name)
+            self.log.event("checkpoint", step=state.step, file=path.name, message=f"saved {path.name}")
         except OSError as error:
-            self.log.event("checkpoint_failed", step=state.step, error=str(error))
+            self.log.event(
+                "checkpoint_failed", step=state.step, message=f"no checkpoint: {error}; the last good one stays"
+            )
 
     def validate(self) -> None:
         """Score the validation targets, off the clock."""
         run, state, evaluation = self.run, self.run.state, self.run.recipe.eval
-        self._stop_clock()
+        self.stop_clock()
         self.flush()
         self.memory.read()
         device = run.world.device
@@ -219,7 +226,16 @@ class Loop:
         stop.signum = int(distributed.max_(signum)) or None
         return stop.signum is not None
 
-    def _stop_clock(self) -> None:
+    def energy(self) -> tuple[float | None, str | None]:
+        """Joules of all processes so far, or None and why. Every process must call it."""
+        own = self.meter.energy_j
+        totals = distributed.sum_(torch.tensor([own or 0.0, float(own is None)], dtype=torch.float64)).tolist()
+        if totals[1]:
+            return None, self.meter.reason or "another process could not measure its energy"
+        return totals[0], None
+
+    def stop_clock(self) -> None:
+        """Close the timed segment, if one is open."""
         if self.clock.running:
             self.clock.stop()
 

@@ -1,10 +1,10 @@
 """Turns every "auto" of an `Execution` into the choice for this machine, once, at the start of a run."""
 
 import time
-from dataclasses import replace
 
 import torch
 
+from nanosprint.config.edit import apply_overrides
 from nanosprint.config.recipe import Execution, Recipe
 from nanosprint.errors import UserError
 from nanosprint.train.distributed import World
@@ -15,15 +15,16 @@ _TOKENS_PER_MICROBATCH = {"cuda": 65_536, "mps": 16_384, "cpu": 16_384}
 def resolve(execution: Execution, recipe: Recipe, world: World) -> Execution:
     """The same execution with nothing left to choose. Raises UserError for what cannot work here."""
     device = world.device
-    return replace(
-        execution,
-        device=device.type,
-        gpus=world.size,
-        compute=_compute(execution, recipe, device),
-        attention="sdpa" if execution.attention == "auto" else execution.attention,
-        compile=_compile(execution, device),
-        lanes_per_microbatch=_lanes(execution, recipe, world),
-    )
+    choices = {
+        "device": device.type,
+        "gpus": world.size,
+        "compute": _compute(execution, recipe, device),
+        "attention": "sdpa" if execution.attention == "auto" else execution.attention,
+        "compile": _compile(execution, device),
+        "lanes_per_microbatch": _lanes(execution, recipe, world),
+    }
+    resolved: Execution = apply_overrides(execution, choices)
+    return resolved
 
 
 def _compute(execution: Execution, recipe: Recipe, device: torch.device) -> str:

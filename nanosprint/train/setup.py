@@ -70,16 +70,15 @@ def find_data(request: RunRequest) -> Data:
     tokenizer = load_tokenizer(folder, recipe.data.tokenizer)
     if tokenizer.vocab_size > recipe.model.vocab_size:
         raise UserError(
-            f"the data in {folder} has {tokenizer.vocab_size} token ids and model.vocab_size={recipe.model.vocab_size}: "
-            f"set model.vocab_size={tokenizer.vocab_size}"
+            f"the data in {folder} has {tokenizer.vocab_size} token ids, more than "
+            f"model.vocab_size={recipe.model.vocab_size}: set model.vocab_size={tokenizer.vocab_size}"
         )
     return Data(folder, find_shards(folder, "train"), find_shards(folder, "val"))
 
 
 def prepare(request: RunRequest, world: World, data: Data) -> Prepared:
     """Build, compile and warm up. The time this takes is start-up, not training."""
-    if request.execution.threads:
-        torch.set_num_threads(request.execution.threads)
+    set_threads(request.execution, world)
     execution = resolve(request.execution, request.recipe, world)
     choose_lanes = request.execution.lanes_per_microbatch == "auto"
     request = replace(request, execution=execution)
@@ -90,6 +89,14 @@ def prepare(request: RunRequest, world: World, data: Data) -> Prepared:
         request = fit_to_budget(request, state, loss_sum, world)
     gc.collect()
     return Prepared(request, world, data, state, loss_sum)
+
+
+def set_threads(execution: Execution, world: World) -> None:
+    """CPU threads of this process: as many as asked for, else an equal share of the machine's cores."""
+    if execution.threads:
+        torch.set_num_threads(execution.threads)
+    elif world.local_size > 1:
+        torch.set_num_threads(max(1, torch.get_num_threads() // world.local_size))
 
 
 def build_state(recipe: Recipe, execution: Execution, seed: int, device: torch.device) -> TrainState:

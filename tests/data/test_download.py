@@ -101,7 +101,9 @@ def serve():
 PROGRAM = """
 import json, sys
 from pathlib import Path
+import huggingface_hub.constants
 from nanosprint.data.download import download
+huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE = 10_000  # it keeps whole chunks of what arrived; 10 MB by default
 try:
     paths = download("fineweb10B", Path(sys.argv[1]), int(sys.argv[2]), pause_s=0.01, notify=print)
     print(json.dumps([str(p) for p in paths]))
