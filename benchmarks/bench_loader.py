@@ -1,6 +1,6 @@
 """The loader without a model: tokens a second, beside the memory bandwidth of one thread.
 
-    python benchmarks/bench_loader.py [--data DIR] [--seconds 2]
+    python -m benchmarks.bench_loader [--data DIR] [--seconds 2]
 
 Prints one JSON object a row. `tokens_per_s` is the median over the repeats of consuming steps as fast as they come;
 `bytes_per_s` counts what a token costs at least: 2 bytes read, 4 + 8 written. The roof is numpy copying a large array.
@@ -9,7 +9,6 @@ Prints one JSON object a row. `tokens_per_s` is the median over the repeats of c
 import argparse
 import json
 import statistics
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +16,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
+from benchmarks.harness import write_rows
 from nanosprint.data.loader import TokenLoader
 from nanosprint.data.shards import find_shards, open_shard
 
@@ -78,6 +78,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=2.0)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--out", type=Path, help="append the rows to this file, with versions and commit")
     args = parser.parse_args()
     shards = find_shards(args.data, "train")
     for shard in shards:
@@ -97,10 +98,9 @@ def main() -> None:
             "bytes_per_s": round(statistics.median(rates) * BYTES_PER_TOKEN),
             "roof_bytes_per_s": round(roof),
             "device": args.device,
-            "torch": torch.__version__,
-            "python": sys.version.split()[0],
         }
         print(json.dumps(row), flush=True)
+        write_rows([row], args.out)
 
 
 if __name__ == "__main__":

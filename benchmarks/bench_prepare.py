@@ -1,6 +1,6 @@
 """`nanosprint data prepare` on real text: megabytes of text a second.
 
-    python benchmarks/bench_prepare.py [--text FILE.txt] [--megabytes 60]
+    python -m benchmarks.bench_prepare [--text FILE.txt] [--megabytes 60]
 
 Without --text the text is decoded from the GPT-2 tokens of the shared corpus. Prints one JSON object a row; the time is
 that of the whole call, loading the tokenizer, reading, and writing the shards to disk included.
@@ -12,6 +12,7 @@ import os
 import tempfile
 from pathlib import Path
 
+from benchmarks.harness import write_rows
 from nanosprint.data.prepare import prepare
 from nanosprint.data.shards import find_shards, open_shard
 from nanosprint.data.tokenizers import load_tokenizer
@@ -37,6 +38,7 @@ def main() -> None:
     parser.add_argument("--text", type=Path)
     parser.add_argument("--megabytes", type=int, default=60)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--out", type=Path, help="append the rows to this file, with versions and commit")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         text = args.text or Path(folder) / "text.txt"
@@ -62,6 +64,7 @@ def main() -> None:
                     "cores": os.cpu_count(),
                 }
                 print(json.dumps(row), flush=True)
+                write_rows([row], args.out)
 
 
 if __name__ == "__main__":

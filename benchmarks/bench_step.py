@@ -20,13 +20,13 @@ from benchmarks.harness import write_rows
 from nanosprint.config.edit import apply_overrides, parse_overrides
 from nanosprint.config.recipe import Execution
 from nanosprint.recipes import load_recipe
-from nanosprint.train import profile
-from nanosprint.train.distributed import World, pick_device
-from nanosprint.train.peak import peak
-from nanosprint.train.resolve import resolve
-from nanosprint.train.setup import build_state, compiled
-from nanosprint.train.step import train_step
-from nanosprint.train.warmup import random_rows, warm_up
+from nanosprint.training import profile
+from nanosprint.training.distributed import World, pick_device
+from nanosprint.training.peak import peak
+from nanosprint.training.resolve import resolve
+from nanosprint.training.setup import build_state, compiled
+from nanosprint.training.step import train_step
+from nanosprint.training.warmup import random_rows, warm_up
 
 
 def measure(name: str, words: dict[str, str], steps: int, profile_steps: int) -> dict:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from nanosprint.train.environment import environment
+from nanosprint.training.environment import environment
 
 
 def synchronize() -> None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from nanosprint.config.recipe import Execution
     from nanosprint.results.record import RunRecord
     from nanosprint.results.runs import RunDir
-    from nanosprint.train.request import RunRequest
+    from nanosprint.training.request import RunRequest
 
 STARTED = time.time()
 EXIT_FAILED, EXIT_USAGE, EXIT_DIVERGED = 1, 2, 3
@@ -107,7 +107,7 @@ def train(
     """
     from nanosprint.config.recipe import Execution
     from nanosprint.recipes import load_recipe
-    from nanosprint.train.request import RunRequest, parse_budget, start_run, timestamp
+    from nanosprint.training.request import RunRequest, parse_budget, start_run, timestamp
 
     words, execution_words = _split_overrides(overrides)
     request = RunRequest(
@@ -135,7 +135,7 @@ def resume(run: Path, overrides: tuple[str, ...], gpus: int | None, device: str 
     """Go on with the run in directory RUN from its last checkpoint, or from step 0 if it has none."""
     from nanosprint.results.record import RunRecord
     from nanosprint.results.runs import RunDir
-    from nanosprint.train.request import load_request, resumed
+    from nanosprint.training.request import load_request, resumed
 
     run_dir = RunDir(run)
     words, execution_words = _split_overrides(overrides)
@@ -195,14 +195,14 @@ def _carry_out(request: "RunRequest", run_dir: "RunDir | None", *, resume: bool)
         # Segments that grow leave fewer holes; read by torch when it is imported, ignored on a CPU.
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     if request.execution.gpus > 1 and "RANK" not in os.environ:
-        from nanosprint.train.launch import launch
+        from nanosprint.training.launch import launch
 
         assert run_dir is not None
         code = launch(request, run_dir, resume=resume, started=STARTED)
         if code:
             raise SystemExit(code)
     else:
-        from nanosprint.train.api import carry_out
+        from nanosprint.training.api import carry_out
 
         carry_out(request, run_dir, resume=resume, console=True, started=STARTED)
     if run_dir is not None:
@@ -306,7 +306,7 @@ def check(recipe: str | None, overrides: tuple[str, ...], everything: bool) -> N
 
     if (recipe is None) == (not everything):
         raise click.UsageError("give a RECIPE, or --all")
-    from nanosprint.train.check import check_recipe
+    from nanosprint.training.check import check_recipe
 
     for name in all_recipes() if recipe is None else [recipe]:
         click.echo(check_recipe(load_recipe(name, overrides)))

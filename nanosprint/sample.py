@@ -12,9 +12,9 @@ from nanosprint.errors import UserError
 from nanosprint.generate import generate
 from nanosprint.model.gpt import GPT
 from nanosprint.results.runs import RunDir
-from nanosprint.train import checkpoint
-from nanosprint.train.distributed import pick_device
-from nanosprint.train.request import RunRequest, load_request
+from nanosprint.training import checkpoint
+from nanosprint.training.distributed import pick_device
+from nanosprint.training.request import RunRequest, load_request
 
 
 def load_model(run: str | Path, device: str = "cpu") -> tuple[GPT, RunRequest]:

@@ -102,7 +102,7 @@ class TokenLoader:
         _check_lanes(lanes, lanes_per_microbatch, world_size)
         if not 0 <= rank < world_size:
             raise ValueError(f"rank={rank} must lie between 0 and world_size - 1 = {world_size - 1}")
-        self.device = torch.device(device)
+        self.device = _with_index(torch.device(device))
         self.micro_steps = lanes // (world_size * lanes_per_microbatch)
         self._lanes, self._k, self._rank, self._world_size = lanes, lanes_per_microbatch, rank, world_size
         self._plan, self._num_steps, self._vocab_size = plan, num_steps, vocab_size
@@ -431,6 +431,13 @@ class _Windows:
                 parts.append(part)
             before += len(shard)
         return np.concatenate(parts)
+
+
+def _with_index(device: torch.device) -> torch.device:
+    """ "cuda" as "cuda:N", which the background thread, with a current device of its own, must know."""
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
 
 
 def _check_lanes(lanes: int, k: int, world_size: int) -> None:

@@ -218,7 +218,7 @@ def unpack_shards(packed: Sequence[Path], cache: Path | None = None) -> list[Pat
 
     Safe when several processes call it at once: one unpacks, the others wait. Raises ShardError for a damaged file.
     """
-    folder = cache or default_cache(packed)
+    folder = cache or default_cache(packed[0].parent)
     targets = [folder / p.name.removesuffix(".xz") for p in packed]
     if all(t.exists() for t in targets):
         return targets
@@ -237,11 +237,12 @@ def unpack_shards(packed: Sequence[Path], cache: Path | None = None) -> list[Pat
     return targets
 
 
-def default_cache(packed: Sequence[Path]) -> Path:
-    """The cache folder of these packed files; it changes when one of them does."""
-    facts = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in packed]
-    key = hashlib.sha256(repr((str(packed[0].parent.resolve()), facts)).encode()).hexdigest()[:12]
-    return Path.home() / ".cache" / "nanosprint" / "unpacked" / f"{packed[0].parent.resolve().name}-{key}"
+def default_cache(folder: Path) -> Path:
+    """Where the packed shards of `folder` are unpacked to; another place once one of them has changed."""
+    folder = folder.resolve()
+    facts = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in sorted(folder.glob("*.bin.xz"))]
+    key = hashlib.sha256(repr((str(folder), facts)).encode()).hexdigest()[:12]
+    return Path.home() / ".cache" / "nanosprint" / "unpacked" / f"{folder.name}-{key}"
 
 
 def _unpack(packed: Path, target: Path) -> Path:

@@ -28,11 +28,6 @@ _FOREIGN = {
 class Shell(torch.optim.Optimizer):
     """Base of AdamW, Muon and SOAP. Subclasses give `_check_group`, `_init_state` and `_update`."""
 
-    def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
-        self._options = frozenset(defaults)
-        self._initial = dict(defaults)
-        super().__init__(params, defaults)
-
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient; returns the closure's value, or None."""
@@ -71,14 +66,14 @@ class Shell(torch.optim.Optimizer):
         """Restore; groups saved by an older version take the defaults for options it did not have."""
         super().__setstate__(state)
         for group in self.param_groups:
-            for option, value in self._initial.items():
+            for option, value in self.defaults.items():
                 group.setdefault(option, value)
 
     def _check_names(self, group: dict[str, Any]) -> None:
-        for key in group.keys() - self._options - {"params", "param_names"}:
-            near = difflib.get_close_matches(key, self._options, n=1, cutoff=0.75)
+        for key in group.keys() - self.defaults.keys() - {"params", "param_names"}:
+            near = difflib.get_close_matches(key, self.defaults.keys(), n=1, cutoff=0.75)
             if near or key in _FOREIGN:
-                hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(sorted(self._options))}"
+                hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(sorted(self.defaults))}"
                 raise ValueError(f"{type(self).__name__} has no option {key!r}: {hint}")
 
     def _active(self, group: dict[str, Any]) -> list[Tensor]:

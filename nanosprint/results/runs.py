@@ -107,7 +107,7 @@ class RunDir:
         jsonfile.write(self.request_path, request)
 
     def read_environment(self) -> dict[str, Any]:
-        """Versions, devices and commit, as `train.environment.environment` gave them."""
+        """Versions, devices and commit, as `training.environment.environment` gave them."""
         return jsonfile.read_object(self.require().environment_path)
 
     def write_environment(self, environment: dict[str, Any]) -> None:

@@ -171,6 +171,13 @@ def test_the_default_cache_follows_the_packed_files(write, tmp_path, monkeypatch
     assert open_shard(second).tolist() == [3, 4, 5]
 
 
+def test_both_splits_share_the_default_cache(write, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for name in ("a_train_000001.bin", "a_val_000000.bin"):
+        pack(write(f"d/{name}", [1, 2]))
+    assert find_shards(tmp_path / "d", "train")[0].parent == find_shards(tmp_path / "d", "val")[0].parent
+
+
 def test_a_plain_shard_wins_over_the_same_one_packed(write, tmp_path):
     plain = write("a_train_000001.bin", [1])
     pack(plain, remove=False)

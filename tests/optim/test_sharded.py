@@ -13,7 +13,9 @@ from torch import nn
 from nanosprint.optim import SOAP, AdamW, Muon
 
 STEPS = 4
-pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch was built without distributed")
+pytestmark = pytest.mark.skipif(
+    not (dist.is_available() and dist.is_gloo_available()), reason="torch was built without gloo"
+)
 
 
 def model():

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import pickle
 
 import pytest
 import torch
@@ -65,6 +66,19 @@ def test_loading_copies(cls):
     for index, state in kept["state"].items():
         for key, value in state.items():
             assert torch.equal(value, snapshot["state"][index][key]), key
+
+
+@pytest.mark.parametrize("cls", OPTIMIZERS)
+def test_copies_and_pickles(cls):
+    """Model and optimizer together, as torch.save of whole objects and copy.deepcopy do it."""
+    net = model()
+    optimizer = cls(net.parameters(), lr=0.01)
+    train(net, optimizer, 3)
+    clones = [copy.deepcopy((net, optimizer)), pickle.loads(pickle.dumps((net, optimizer)))]
+    train(net, optimizer, 3, start=3)
+    for other, its_optimizer in clones:
+        train(other, its_optimizer, 3, start=3)
+        assert same(net, other)
 
 
 @pytest.mark.parametrize("cls", OPTIMIZERS)

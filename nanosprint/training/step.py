@@ -8,7 +8,7 @@ from torch import Tensor
 from nanosprint.config.schedule import StepPlan
 from nanosprint.model.gpt import GPT
 from nanosprint.optim.build import Optimizers
-from nanosprint.train import distributed
+from nanosprint.training import distributed
 
 LossSum = Callable[[Tensor, Tensor], Tensor]
 

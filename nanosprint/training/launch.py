@@ -7,7 +7,7 @@ from typing import Any
 from nanosprint.config.edit import from_dict, to_dict
 from nanosprint.errors import UserError
 from nanosprint.results.runs import RunDir
-from nanosprint.train.request import RunRequest
+from nanosprint.training.request import RunRequest
 
 
 def launch(request: RunRequest, run_dir: RunDir, *, resume: bool, started: float) -> int:
@@ -46,7 +46,7 @@ def launch(request: RunRequest, run_dir: RunDir, *, resume: bool, started: float
 def _worker(request: dict[str, Any], path: str, resume: bool, started: float) -> None:
     """One process. Only the main one is given the run directory; it tells the others."""
     from nanosprint.cli import guarded
-    from nanosprint.train.api import carry_out
+    from nanosprint.training.api import carry_out
 
     main = os.environ["RANK"] == "0"
 

@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from nanosprint.train.console import (
+from nanosprint.training.console import (
     LiveDisplay,
     PlainDisplay,
     Status,

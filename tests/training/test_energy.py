@@ -6,8 +6,8 @@ from types import ModuleType
 
 import pytest
 
-from nanosprint.train.clock import Clock
-from nanosprint.train.energy import EnergyMeter, NvmlSource, RaplSource, open_meter
+from nanosprint.training.clock import Clock
+from nanosprint.training.energy import EnergyMeter, NvmlSource, RaplSource, open_meter
 
 
 class FakeSource:
@@ -158,7 +158,7 @@ def test_rapl_wrap_around(tmp_path):
 def test_rapl_that_is_not_there_or_nonsense(tmp_path, monkeypatch):
     with pytest.raises(RuntimeError, match="holds no RAPL package"):
         RaplSource(tmp_path / "none")
-    monkeypatch.setattr("nanosprint.train.energy.POWERCAP", tmp_path / "none")
+    monkeypatch.setattr("nanosprint.training.energy.POWERCAP", tmp_path / "none")
     assert open_meter("mps").reason == "no energy counter is known for device 'mps'"
     root = rapl(tmp_path)
     source = RaplSource(root)
@@ -276,7 +276,7 @@ def test_a_real_gpu_uses_energy():
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     pytest.importorskip("pynvml", reason="needs nvidia-ml-py")
-    from nanosprint.train.environment import describe_gpus
+    from nanosprint.training.environment import describe_gpus
 
     meter = open_meter("cuda", [gpu["uuid"] for gpu in describe_gpus()][:1])
     assert meter.reason is None

@@ -14,8 +14,8 @@ from typing import Any
 
 from nanosprint.results.metrics import encode_line, repair_tail
 from nanosprint.results.runs import RunDir
-from nanosprint.train.console import Display
-from nanosprint.train.trackers import TensorBoardTracker, Tracker, WandbTracker
+from nanosprint.training.console import Display
+from nanosprint.training.trackers import TensorBoardTracker, Tracker, WandbTracker
 
 __all__ = ["RunLog", "train_line", "val_line"]
 

@@ -18,17 +18,17 @@ from nanosprint.errors import DivergedError, Interrupted, UserError
 from nanosprint.results.metrics import metrics_sha256
 from nanosprint.results.record import DataRecord, Mfu, RunRecord, ShardFile, Status
 from nanosprint.results.runs import RunDir
-from nanosprint.train import checkpoint, distributed
-from nanosprint.train.clock import Clock
-from nanosprint.train.console import Display, open_display
-from nanosprint.train.distributed import World
-from nanosprint.train.energy import CountedElsewhere, EnergyMeter, open_meter
-from nanosprint.train.environment import environment
-from nanosprint.train.log import RunLog
-from nanosprint.train.loop import Loop
-from nanosprint.train.peak import Peak, peak
-from nanosprint.train.request import RunRequest, save_request, start_run, timestamp
-from nanosprint.train.setup import Data, Prepared, find_data, out_of_memory, prepare
+from nanosprint.training import checkpoint, distributed
+from nanosprint.training.clock import Clock
+from nanosprint.training.console import Display, open_display
+from nanosprint.training.distributed import World
+from nanosprint.training.energy import CountedElsewhere, EnergyMeter, open_meter
+from nanosprint.training.environment import environment
+from nanosprint.training.log import RunLog
+from nanosprint.training.loop import Loop
+from nanosprint.training.peak import Peak, peak
+from nanosprint.training.request import RunRequest, save_request, start_run, timestamp
+from nanosprint.training.setup import Data, Prepared, find_data, out_of_memory, prepare
 
 
 def train(

@@ -17,17 +17,17 @@ from torch import Tensor
 from nanosprint.data.loader import TokenLoader, validation_batches
 from nanosprint.errors import DivergedError, Interrupted
 from nanosprint.results.runs import RunDir
-from nanosprint.train import checkpoint, distributed
-from nanosprint.train.clock import Clock
-from nanosprint.train.energy import EnergyMeter
-from nanosprint.train.evaluate import Validation, evaluate
-from nanosprint.train.log import RunLog, train_line
-from nanosprint.train.memory import PeakMemory
-from nanosprint.train.peak import Peak
-from nanosprint.train.profile import profiled
-from nanosprint.train.setup import Prepared
-from nanosprint.train.step import train_step
-from nanosprint.train.stopping import StopRequest
+from nanosprint.training import checkpoint, distributed
+from nanosprint.training.clock import Clock
+from nanosprint.training.energy import EnergyMeter
+from nanosprint.training.evaluate import Validation, evaluate
+from nanosprint.training.log import RunLog, train_line
+from nanosprint.training.memory import PeakMemory
+from nanosprint.training.peak import Peak
+from nanosprint.training.profile import profiled
+from nanosprint.training.setup import Prepared
+from nanosprint.training.step import train_step
+from nanosprint.training.stopping import StopRequest
 
 
 @dataclass

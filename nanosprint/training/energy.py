@@ -111,7 +111,7 @@ def open_meter(device: str, gpus: Sequence[int | str] = ()) -> EnergyMeter:
     """The meter for a device type: NVML's counters of `gpus` for "cuda", RAPL for "cpu".
 
     `gpus` are NVML indices or UUIDs; CUDA's own indices differ from NVML's under CUDA_VISIBLE_DEVICES, so prefer the
-    UUIDs that `train.environment` reports. Never raises: a meter without a source carries the reason.
+    UUIDs that `training.environment` reports. Never raises: a meter without a source carries the reason.
     """
     try:
         if device == "cuda":

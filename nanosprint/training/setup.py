@@ -15,13 +15,13 @@ from nanosprint.errors import UserError
 from nanosprint.model.gpt import GPT
 from nanosprint.model.roles import collect_roles
 from nanosprint.optim.build import DTYPES, Optimizers
-from nanosprint.train import distributed
-from nanosprint.train.distributed import World
-from nanosprint.train.request import Budget, RunRequest
-from nanosprint.train.resolve import resolve
-from nanosprint.train.state import TrainState
-from nanosprint.train.step import LossSum
-from nanosprint.train.warmup import measure_step_ms, warm_up
+from nanosprint.training import distributed
+from nanosprint.training.distributed import World
+from nanosprint.training.request import Budget, RunRequest
+from nanosprint.training.resolve import resolve
+from nanosprint.training.state import TrainState
+from nanosprint.training.step import LossSum
+from nanosprint.training.warmup import measure_step_ms, warm_up
 
 _log = logging.getLogger(__name__)
 

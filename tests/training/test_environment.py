@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from nanosprint.train import environment as env
+from nanosprint.training import environment as env
 
 
 def git(folder, *words):
@@ -43,7 +43,7 @@ def test_fields_are_json_and_true():
 
 def test_torch_version_without_importing_it():
     code = (
-        "import sys\nfrom nanosprint.train.environment import environment\ne = environment()\n"
+        "import sys\nfrom nanosprint.training.environment import environment\ne = environment()\n"
         "assert 'torch' not in sys.modules\nprint(e['versions']['torch'])"
     )
     said = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip()

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from nanosprint.train.clock import Clock
+from nanosprint.training.clock import Clock
 
 
 class World:

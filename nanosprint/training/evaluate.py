@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nanosprint.train import distributed
+from nanosprint.training import distributed
 
 
 class Validation(NamedTuple):

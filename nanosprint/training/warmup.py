@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from nanosprint.config.recipe import Recipe
-from nanosprint.train.state import TrainState, copied
-from nanosprint.train.step import LossSum, train_step
+from nanosprint.training.state import TrainState, copied
+from nanosprint.training.step import LossSum, train_step
 
 Synchronize = Callable[[], None]
 

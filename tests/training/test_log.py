@@ -10,7 +10,7 @@ import types
 import pytest
 
 from nanosprint.results import RunDir, TornLine, read_metrics, series
-from nanosprint.train.log import RunLog, train_line, val_line
+from nanosprint.training.log import RunLog, train_line, val_line
 
 
 class Screen:
@@ -116,7 +116,7 @@ def test_reopening_cuts_a_torn_line_and_says_so(run):
 def test_killed_while_writing(run):
     """A process that dies without warning leaves whole lines, and the next goes on behind them."""
     code = (
-        "import os, itertools\nfrom nanosprint.train.log import RunLog\n"
+        "import os, itertools\nfrom nanosprint.training.log import RunLog\n"
         f"log = RunLog({str(run.path)!r}, rank=0, console=None)\n"
         "for s in itertools.count():\n"
         "    log.train(step=s, tokens=s, loss=1.0, train_ms=1.0)\n"

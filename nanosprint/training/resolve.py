@@ -7,7 +7,7 @@ import torch
 from nanosprint.config.edit import apply_overrides
 from nanosprint.config.recipe import Execution, Recipe
 from nanosprint.errors import UserError
-from nanosprint.train.distributed import World
+from nanosprint.training.distributed import World
 
 _TOKENS_PER_MICROBATCH = {"cuda": 65_536, "mps": 16_384, "cpu": 16_384}
 
