@@ -30,8 +30,11 @@ def main() -> None:
     sys.exit(guarded(lambda: cli.main(standalone_mode=False)))
 
 
-def guarded(work: Callable[[], Any]) -> int:
-    """Run `work` and return an exit code; what a user can understand is printed as one line, without a traceback."""
+def guarded(work: Callable[[], Any], patience_s: float = 0.0) -> int:
+    """Run `work` and return an exit code; what a user can understand is printed as one line, without a traceback.
+
+    `patience_s`: seconds to wait before telling, for a process that is ended meanwhile if another told it.
+    """
     from nanosprint.errors import DivergedError, Interrupted
 
     try:
@@ -45,8 +48,10 @@ def guarded(work: Callable[[], Any]) -> int:
     except (KeyboardInterrupt, click.Abort) as error:
         return _fail(error, 128 + signal.SIGINT, "stopped")
     except DivergedError as error:
+        time.sleep(patience_s)
         return _fail(error, EXIT_DIVERGED)
     except ValueError as error:
+        time.sleep(patience_s)
         return _fail(error, EXIT_USAGE)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader left: nobody is to be told

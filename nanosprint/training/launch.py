@@ -1,9 +1,11 @@
 """Starts the processes of `--gpus N` on this machine through torch's elastic launcher."""
 
+import logging
 import os
 import sys
 from typing import Any
 
+from nanosprint.cli import DEBUG
 from nanosprint.config.edit import from_dict, to_dict
 from nanosprint.errors import UserError
 from nanosprint.results.runs import RunDir
@@ -24,6 +26,8 @@ def launch(request: RunRequest, run_dir: RunDir, *, resume: bool, started: float
         count = torch.cuda.device_count()
         if processes > count:
             raise UserError(f"--gpus {processes}: this machine has {count}; lower it, or train with --device cpu")
+    if DEBUG not in os.environ:
+        logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # it repeats what the process said
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -54,6 +58,8 @@ def _worker(request: dict[str, Any], path: str, resume: bool, started: float) ->
         run_dir = RunDir(path) if main else None
         carry_out(from_dict(RunRequest, request), run_dir, resume=resume, console=main, started=started)
 
-    code = guarded(work)
+    # A mistake usually stops every process. The main one tells it at once and the launcher then ends the others, which
+    # wait their turn; one that failed alone gets to speak.
+    code = guarded(work, patience_s=0.0 if main else 3.0)
     if code:
         sys.exit(code)

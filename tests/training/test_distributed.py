@@ -1,0 +1,96 @@
+"""Several processes train what one trains: by --gpus, and by torchrun as on two nodes. CPU, gloo."""
+
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from nanosprint.results.record import RunRecord
+from nanosprint.results.runs import RunDir
+from nanosprint.training.distributed import World
+from nanosprint.training.resolve import resolve
+from nanosprint.config import Execution
+from nanosprint.recipes import load_recipe
+
+EXACT = ("precision.compute=fp64", "precision.orthogonalize=fp64")
+SHORT = ("train.num_steps=20", "eval.tokens=1000", "train.grad_clip=1.0")
+
+
+@pytest.fixture
+def one_process(train_tiny, weights):
+    return lambda *overrides: weights(train_tiny("one", *overrides))
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_gpus_option_trains_what_one_process_trains(processes, one_process, weights, nanosprint, tmp_path, tiny_data):
+    words = ("tiny", *EXACT, *SHORT, "--device", "cpu", "--data", tiny_data, "--out", tmp_path / "many")
+    result = nanosprint("train", *words, "--gpus", processes)
+    assert result.returncode == 0, result.stderr
+    record = RunRecord.load(tmp_path / "many")
+    assert (record.world_size, record.data.val_tokens) == (processes, 1000)
+    for name, weight in one_process(*EXACT, *SHORT).items():
+        torch.testing.assert_close(weights(tmp_path / "many")[name], weight, rtol=0, atol=1e-9)
+    assert record.val_loss == pytest.approx(RunRecord.load(tmp_path / "one").val_loss, abs=1e-9)
+
+
+def test_torchrun_with_two_agents(one_process, weights, tmp_path, tiny_data):
+    """Two nodes with a process each, as two agents of this machine that find each other by c10d rendezvous."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    words = ["-m", "nanosprint", "train", "tiny", *EXACT, *SHORT, "--device", "cpu"]
+    words += ["--data", str(tiny_data), "--out", str(tmp_path / "nodes")]
+    agents = []
+    for node in (0, 1):
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
+        launcher += ["--node-rank", str(node), "--rdzv-backend", "c10d", "--rdzv-id", "test", "--local-addr", "localhost"]
+        launcher += ["--rdzv-endpoint", f"localhost:{port}"]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        agents.append(subprocess.Popen([*launcher, *words], cwd=tmp_path, env=environment, stderr=subprocess.PIPE))
+    errors = [agent.communicate(timeout=150)[1].decode() for agent in agents]
+    assert [agent.returncode for agent in agents] == [0, 0], errors
+    assert RunRecord.load(tmp_path / "nodes").world_size == 2
+    for name, weight in one_process(*EXACT, *SHORT).items():
+        torch.testing.assert_close(weights(tmp_path / "nodes")[name], weight, rtol=0, atol=1e-9)
+
+
+def test_resume_at_another_world_size(one_process, train_tiny, weights, nanosprint, tmp_path, tiny_data):
+    """Half the run in one process, killed there, the other half in two."""
+    path = train_tiny("half", *EXACT, *SHORT, "train.checkpoint_every=10")
+    (path / "record.json").unlink()
+    for file in (path / "checkpoints").glob("step-00000020.*"):
+        file.unlink()
+    result = nanosprint("resume", path, "--gpus", 2)
+    assert result.returncode == 0, result.stderr
+    assert [line["step"] for line in RunDir(path).read_metrics() if line.get("name") == "resume"] == [10]
+    for name, weight in one_process(*EXACT, *SHORT).items():
+        torch.testing.assert_close(weights(path)[name], weight, rtol=0, atol=1e-9)
+
+
+def test_a_mistake_is_told_once_and_without_a_traceback(nanosprint, tmp_path, tiny_data):
+    words = ("tiny", "train.num_steps=99999", "--device", "cpu", "--data", tiny_data, "--out", tmp_path / "r")
+    result = nanosprint("train", *words, "--gpus", 2)
+    assert result.returncode == 2
+    assert result.stderr.count("not enough training tokens") == 1
+    assert "Traceback" not in result.stderr
+
+
+def test_processes_that_cannot_share_the_lanes():
+    recipe = load_recipe("tiny")
+    with pytest.raises(ValueError, match=r"3 processes cannot share train.lanes=4 equally: use one of \[1, 2, 4\]"):
+        resolve(Execution(gpus=3), recipe, World(0, 3, torch.device("cpu")))
+    with pytest.raises(ValueError, match=r"exec.lanes_per_microbatch=4 does not divide the 2 lanes .* one of \[1, 2\]"):
+        resolve(Execution(gpus=2, lanes_per_microbatch=4), recipe, World(0, 2, torch.device("cpu")))
+
+
+def test_more_gpus_than_there_are(nanosprint, tmp_path, tiny_data):
+    if torch.cuda.is_available():
+        words, message = ("--gpus", 64), "this machine has"
+    else:
+        words, message = ("--gpus", 2, "--device", "cuda"), "--gpus 2: this machine has 0"
+    result = nanosprint("train", "tiny", *words, "--data", tiny_data, "--out", tmp_path / "r")
+    assert result.returncode == 2
+    assert message in result.stderr
