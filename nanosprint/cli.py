@@ -200,7 +200,7 @@ def _carry_out(request: "RunRequest", run_dir: "RunDir | None", *, resume: bool)
         # Segments that grow leave fewer holes; read by torch when it is imported, ignored on a CPU.
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     if request.execution.gpus > 1 and "RANK" not in os.environ:
-        from nanosprint.training.launch import launch
+        from nanosprint.launch import launch
 
         assert run_dir is not None
         code = launch(request, run_dir, resume=resume, started=STARTED)

@@ -8,12 +8,12 @@ import sys
 import pytest
 import torch
 
+from nanosprint.config import Execution
+from nanosprint.recipes import load_recipe
 from nanosprint.results.record import RunRecord
 from nanosprint.results.runs import RunDir
 from nanosprint.training.distributed import World
 from nanosprint.training.resolve import resolve
-from nanosprint.config import Execution
-from nanosprint.recipes import load_recipe
 
 EXACT = ("precision.compute=fp64", "precision.orthogonalize=fp64")
 SHORT = ("train.num_steps=20", "eval.tokens=1000", "train.grad_clip=1.0")
@@ -46,7 +46,16 @@ def test_torchrun_with_two_agents(one_process, weights, tmp_path, tiny_data):
     agents = []
     for node in (0, 1):
         launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
-        launcher += ["--node-rank", str(node), "--rdzv-backend", "c10d", "--rdzv-id", "test", "--local-addr", "localhost"]
+        launcher += [
+            "--node-rank",
+            str(node),
+            "--rdzv-backend",
+            "c10d",
+            "--rdzv-id",
+            "test",
+            "--local-addr",
+            "localhost",
+        ]
         launcher += ["--rdzv-endpoint", f"localhost:{port}"]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         agents.append(subprocess.Popen([*launcher, *words], cwd=tmp_path, env=environment, stderr=subprocess.PIPE))
