@@ -29,20 +29,20 @@ def generate(
     _check(prompt, num_tokens, vocab_size, temperature, top_k)
     device = model.embed.weight.device
     generator = torch.Generator().manual_seed(seed)
-    context = model.config.seq_len
-    ids = list(prompt)[-context:]
+    context, history = model.config.seq_len, model.config.history
+    ids = [0] * history + list(prompt)  # zeros are what the loader puts before a text's first token, too
+    unread, held = min(len(prompt), context), 0  # tokens that the caches still have to take, and that they hold
     caches = model.new_caches(1, context)
-    logits = model(torch.tensor([ids], device=device), caches)[0, -1]
     for _ in range(num_tokens):
+        logits = model(torch.tensor([ids[-history - unread :]], device=device), caches)[0, -1]
         token = draw(logits[:vocab_size], temperature, top_k, generator)
         yield token
         ids.append(token)
-        if len(ids) > context:
-            ids = ids[-max(1, context // 2) :]
+        held += unread
+        unread = 1
+        if held == context:
             caches = model.new_caches(1, context)
-            logits = model(torch.tensor([ids], device=device), caches)[0, -1]
-        else:
-            logits = model(torch.tensor([[token]], device=device), caches)[0, -1]
+            unread, held = max(1, context // 2), 0
 
 
 def draw(logits_V: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:

@@ -1,6 +1,6 @@
 """Typed, frozen configuration; standard library only, so that `--help` and `recipes` are instant."""
 
-from nanosprint.config.groups import AdamConfig, MuonConfig, ParamGroup
+from nanosprint.config.groups import AdamConfig, MuonConfig, ParamGroup, RowAdagradConfig
 from nanosprint.config.model import (
     AttnSpec,
     InitSpec,
@@ -33,6 +33,7 @@ __all__ = [
     "Precision",
     "Recipe",
     "RotarySpec",
+    "RowAdagradConfig",
     "Schedule",
     "Skip",
     "SoftcapSpec",

@@ -15,14 +15,18 @@ KIND = "kind"  # names the class of a value where several could stand
 
 
 def to_dict(config: Any, hashed_only: bool = False) -> Any:
-    """Plain dicts, lists and scalars, ready for JSON. `hashed_only` leaves out fields marked hashed=False."""
+    """Plain dicts, lists and scalars, ready for JSON.
+
+    `hashed_only` leaves out fields marked hashed=False and those at their default, so that a switch added later does
+    not change the hash of what came before it.
+    """
     if is_dataclass(config) and not isinstance(config, type):
         hints = get_type_hints(type(config))
         out: dict[str, Any] = {}
         for f in fields(config):
-            if hashed_only and not f.metadata.get("hashed", True):
-                continue
             value = getattr(config, f.name)
+            if hashed_only and (not f.metadata.get("hashed", True) or value == f.default):
+                continue
             out[f.name] = to_dict(value, hashed_only)
             if is_dataclass(value) and len(_classes_in(hints[f.name])) > 1:
                 out[f.name] = {KIND: type(value).__name__, **out[f.name]}

@@ -26,11 +26,18 @@ class MuonConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RowAdagradConfig:
+    """Adagrad with one sum for each row of a table, moving only the rows that were looked up."""
+
+    power: float = 0.5  # of the sum of squares that the step is divided by
+
+
+@dataclass(frozen=True, kw_only=True)
 class ParamGroup:
     """Parameters by role, their rule, and the rate that the schedule's factor multiplies."""
 
     role: str
-    rule: AdamConfig | MuonConfig
+    rule: AdamConfig | MuonConfig | RowAdagradConfig
     lr: float
     weight_decay: float = 0.0
     every: int = field(default=1, metadata={"help": "update on every n-th step, with the sum of the gradients since"})

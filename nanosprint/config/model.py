@@ -69,11 +69,13 @@ class SoftcapSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class NgramSpec:
-    """A table of learned vectors for the last `order` tokens, hashed into `rows`, added to the token embedding."""
+    """Tables of learned vectors for the last n tokens, n in `orders`, added to the token embedding.
 
-    order: int
-    rows: int
-    dim: int | None = None  # narrower than the model: a projection widens it
+    A table has a row for every combination of tokens where those fit into `rows`, else `rows` of them share by hash.
+    """
+
+    orders: tuple[int, ...] = (2, 3, 4, 5, 6)
+    rows: int = 2**16  # of each table, a power of two
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +110,7 @@ class ModelConfig:
     embed_norm: bool = True
     x0_skip: bool = False
     value_residual: bool = False
-    ngrams: tuple[NgramSpec, ...] = ()
+    ngrams: NgramSpec | None = None
     softcap: SoftcapSpec | None = None
     init: InitSpec = InitSpec()
 
@@ -119,6 +121,11 @@ class ModelConfig:
     @property
     def head_dim(self) -> int:
         return self.dim // self.num_heads
+
+    @property
+    def history(self) -> int:
+        """How many tokens before a row the model looks at besides the row itself."""
+        return 0 if self.ngrams is None else max(self.ngrams.orders) - 1
 
     def validate(self) -> None:
         """Raise ValueError naming the first setting that cannot work and what would."""
@@ -138,6 +145,14 @@ class ModelConfig:
             )
         if self.tied_head and self.init.head == "zero":
             raise ValueError("model.tied_head with model.init.head=zero would zero the embedding: use as_linear")
+        if self.ngrams is not None:
+            orders, rows = self.ngrams.orders, self.ngrams.rows
+            if not orders or min(orders) < 2 or len(set(orders)) < len(orders):
+                raise ValueError(f"model.ngrams.orders={list(orders)}: expected different numbers of tokens, 2 or more")
+            if rows < 2 or rows & (rows - 1):
+                raise ValueError(
+                    f"model.ngrams.rows={rows} is not a power of two: try {2 ** max(1, rows.bit_length())}"
+                )
         self._validate_taps()
 
     def _validate_taps(self) -> None:

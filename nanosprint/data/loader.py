@@ -11,6 +11,7 @@ waits for that event, never the host. On a CPU every step gets fresh memory, whi
 Legend: B rows (sequences), S tokens per row.
 """
 
+import math
 import queue
 import threading
 import time
@@ -41,7 +42,7 @@ class BatchShape(Protocol):
 
 
 class Batch(NamedTuple):
-    """A micro-batch. tokens: (B, S) int32. targets: (B, S) int64, the token after each; -1 is not scored."""
+    """A micro-batch. tokens: (B, history + S) int32. targets: (B, S) int64, the token after each; -1: not scored."""
 
     tokens: Tensor
     targets: Tensor
@@ -64,7 +65,7 @@ class StepData:
 @dataclass
 class _Assembled:
     step: int
-    tokens: Tensor  # (micro-steps, B, S) int32
+    tokens: Tensor  # (micro-steps, B, history + S) int32
     targets: Tensor  # (micro-steps, B, S) int64
     state_after: dict[str, Any]
     ready: "torch.cuda.Event | None" = None
@@ -94,6 +95,7 @@ class TokenLoader:
         order: str = "sequential",
         seed: int = 0,
         epochs: float = 1.0,
+        history: int = 0,
         device: torch.device | str = "cpu",
         start_step: int | None = None,
         state: dict[str, Any] | None = None,
@@ -106,7 +108,7 @@ class TokenLoader:
         self.micro_steps = lanes // (world_size * lanes_per_microbatch)
         self._lanes, self._k, self._rank, self._world_size = lanes, lanes_per_microbatch, rank, world_size
         self._plan, self._num_steps, self._vocab_size = plan, num_steps, vocab_size
-        self._reader = _Reader(shards, vocab_size)
+        self._reader = _Reader(shards, vocab_size, history)
         self._order_name, self._seed = order, seed
         self._order = make_order(order, self._reader.counts, seed)
         self._identity = self._make_identity()
@@ -244,8 +246,7 @@ class TokenLoader:
         seq_len, batch_tokens = shape.seq_len, shape.batch_tokens
         start = self._order.start(self._position, batch_tokens, seq_len)
         rows = batch_tokens // seq_len // self._lanes * self._k  # of a micro-batch
-        size = (self.micro_steps, rows, seq_len)
-        tokens, targets, slot = self._buffers(size)
+        tokens, targets, slot = self._buffers((self.micro_steps, rows), seq_len)
         for m in range(self.micro_steps):
             chosen = self._order.rows(start, (m * self._world_size + self._rank) * rows, rows, seq_len)
             self._reader.read(chosen.shards, chosen.offsets, tokens[m].numpy(), targets[m].numpy())
@@ -260,10 +261,11 @@ class TokenLoader:
             return _Assembled(step, tokens, targets, state)
         return _Assembled(step, *self._ring.copy(slot, tokens, targets), state, slot.copied)
 
-    def _buffers(self, size: tuple[int, int, int]) -> "tuple[Tensor, Tensor, _Slot | None]":
+    def _buffers(self, rows: tuple[int, int], seq_len: int) -> "tuple[Tensor, Tensor, _Slot | None]":
+        tokens, targets = (*rows, self._reader.history + seq_len), (*rows, seq_len)
         if self._ring is not None:
-            return self._ring.next_buffers(size)
-        return torch.empty(size, dtype=torch.int32), torch.empty(size, dtype=torch.int64), None
+            return self._ring.next_buffers(tokens, targets)
+        return torch.empty(tokens, dtype=torch.int32), torch.empty(targets, dtype=torch.int64), None
 
 
 class _Slot:
@@ -284,16 +286,17 @@ class _PinnedRing:
         self._slots = [_Slot() for _ in range(num_slots)]
         self._next = 0
 
-    def next_buffers(self, size: tuple[int, int, int]) -> tuple[Tensor, Tensor, _Slot]:
+    def next_buffers(self, tokens: tuple[int, ...], targets: tuple[int, ...]) -> tuple[Tensor, Tensor, _Slot]:
+        """Pinned memory of these shapes, not in use by any copy."""
         slot = self._slots[self._next]
         self._next = (self._next + 1) % len(self._slots)
         slot.copied.synchronize()  # returns at once if nothing was ever copied
         slot.copied = torch.cuda.Event()  # the consumer may still have to wait for the old one
-        count = size[0] * size[1] * size[2]
-        if slot.tokens.numel() < count:
-            slot.tokens = torch.empty(count, dtype=torch.int32, pin_memory=True)
-            slot.targets = torch.empty(count, dtype=torch.int64, pin_memory=True)
-        return slot.tokens[:count].view(size), slot.targets[:count].view(size), slot
+        if slot.tokens.numel() < math.prod(tokens):
+            slot.tokens = torch.empty(math.prod(tokens), dtype=torch.int32, pin_memory=True)
+            slot.targets = torch.empty(math.prod(targets), dtype=torch.int64, pin_memory=True)
+        flat_tokens, flat_targets = slot.tokens[: math.prod(tokens)], slot.targets[: math.prod(targets)]
+        return flat_tokens.view(tokens), flat_targets.view(targets), slot
 
     def copy(self, slot: _Slot, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         with torch.cuda.stream(self.stream):
@@ -303,19 +306,25 @@ class _PinnedRing:
 
 
 class _Reader:
-    """Reads rows from memory-mapped shards and checks their ids."""
+    """Reads rows, and the `history` tokens before each, from memory-mapped shards and checks their ids."""
 
-    def __init__(self, paths: Sequence[Path], vocab_size: int) -> None:
+    def __init__(self, paths: Sequence[Path], vocab_size: int, history: int = 0) -> None:
         if not paths:
             raise ShardError("no shards to read from")
         self.paths = list(paths)
-        self.vocab_size = vocab_size
+        self.vocab_size, self.history = vocab_size, history
         self.shards = [open_shard(path).view(np.ndarray) for path in self.paths]  # slicing a memmap is slow
         self.counts = [len(shard) for shard in self.shards]
 
     def read(self, shards: np.ndarray, offsets: np.ndarray, tokens: np.ndarray, targets: np.ndarray) -> None:
-        """Fill tokens (B, S) int32 and targets (B, S) int64 with rows at `offsets` (B,) of `shards` (B,)."""
-        num_rows, seq_len = tokens.shape
+        """Fill tokens (B, history + S) int32 and targets (B, S) int64 with rows at `offsets` (B,) of `shards` (B,).
+
+        Before the first token of a shard the history is 0.
+        """
+        num_rows, seq_len = targets.shape
+        if self.history:
+            self._read_history(shards, offsets, tokens[:, : self.history])
+            tokens = tokens[:, self.history :]
         if num_rows and shards[0] == shards[-1] and np.all(np.diff(offsets) == seq_len) and np.all(shards == shards[0]):
             start = int(offsets[0])
             run = self.shards[shards[0]][start : start + num_rows * seq_len + 1]
@@ -330,6 +339,14 @@ class _Reader:
             self.check(rows, int(shard))
             tokens[here] = rows[:, :-1]
             targets[here] = rows[:, 1:]
+
+    def _read_history(self, shards: np.ndarray, offsets: np.ndarray, history: np.ndarray) -> None:
+        before = offsets[:, None] + np.arange(-self.history, 0)
+        for shard in np.unique(shards):
+            here = np.flatnonzero(shards == shard)
+            ids = self.shards[shard][np.maximum(before[here], 0)]
+            self.check(ids, int(shard))
+            history[here] = np.where(before[here] >= 0, ids, 0)
 
     def check(self, ids: np.ndarray, shard: int) -> None:
         largest = int(ids.max())
@@ -367,6 +384,7 @@ def validation_batches(
     rank: int = 0,
     world_size: int = 1,
     vocab_size: int,
+    history: int = 0,
     device: torch.device | str = "cpu",
 ) -> Iterator[Batch]:
     """This rank's part of validation: over all ranks each of the first `tokens` targets (None: all) is scored once.
@@ -385,7 +403,7 @@ def validation_batches(
     num_rows = 1 + -(-max(0, num_targets - seq_len) // stride)
     rows_per_rank = -(-num_rows // world_size)
     rows_per_batch = min(batch_tokens // seq_len, rows_per_rank)
-    reader = _Reader(shards, vocab_size)
+    reader = _Reader(shards, vocab_size, history)
     windows = _Windows(reader, num_targets, seq_len, stride)
 
     def batches() -> Iterator[Batch]:
@@ -412,14 +430,19 @@ class _Windows:
         span[: len(known)] = known
         targets = self._cut(span[1:])
         span[max(0, self.num_targets - start) :] = 0
-        tokens = self._cut(span[:-1])
+        history = self.reader.history
+        before = np.zeros(history, np.int64)
+        if history:
+            known = self._read(max(0, start - history), start)
+            before[history - len(known) :] = known
+        tokens = self._cut(np.concatenate([before, span[:-1]]), history)
         tokens[count:] = 0
         targets[count:] = -1
         targets[1 if first == 0 else 0 :, : self.seq_len - self.stride] = -1  # scored in the row before
         return torch.from_numpy(tokens.astype(np.int32)), torch.from_numpy(targets)
 
-    def _cut(self, span: np.ndarray) -> np.ndarray:
-        return np.lib.stride_tricks.sliding_window_view(span, self.seq_len)[:: self.stride].copy()
+    def _cut(self, span: np.ndarray, history: int = 0) -> np.ndarray:
+        return np.lib.stride_tricks.sliding_window_view(span, history + self.seq_len)[:: self.stride].copy()
 
     def _read(self, start: int, stop: int) -> np.ndarray:
         """Tokens start .. stop - 1 of the concatenated shards, checked: (n,) uint16."""

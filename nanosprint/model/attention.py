@@ -31,7 +31,10 @@ class KVCache:
 
 
 class SelfAttention(nn.Module):
-    """x (B, S, D) -> (B, S, D). Q, K and V are one matrix of three blocks, D rows each."""
+    """x (B, S, D) -> (B, S, D). Q, K and V are one matrix of three blocks, D rows each.
+
+    Products are in x's dtype, norm and rotation of queries and keys in that of the stream.
+    """
 
     ROLES = {
         "qkv": Role("matrix.qkv", blocks=3),
@@ -41,9 +44,16 @@ class SelfAttention(nn.Module):
         "value_mix": Role("scalar.value_mix"),
     }
 
-    def __init__(self, config: ModelConfig, spec: AttnSpec, rotary: Rotary | None, attend: Attention) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        spec: AttnSpec,
+        rotary: Rotary | None,
+        attend: Attention,
+        stream_dtype: torch.dtype,
+    ) -> None:
         super().__init__()
-        self.config, self.spec, self.attend = config, spec, attend
+        self.config, self.spec, self.attend, self.stream_dtype = config, spec, attend, stream_dtype
         self.rotary = rotary
         self.scale = config.head_dim**-0.5 if config.attn_scale is None else config.attn_scale
         self.qkv = nn.Parameter(torch.empty(3 * config.dim, config.dim))
@@ -63,13 +73,14 @@ class SelfAttention(nn.Module):
         """Returns the mixed tokens and this layer's own values (B, S, H, K), which later layers may want."""
         B, S, D = x_BSD.shape
         heads = (B, S, self.config.num_heads, self.config.head_dim)
-        q, k, v = (t.view(heads) for t in linear(x_BSD, self.qkv, self.qkv_bias).split(D, dim=-1))
-        own_values = v
+        qk, v = linear(x_BSD, self.qkv, self.qkv_bias).split((2 * D, D), dim=-1)
+        v = own_values = v.view(heads)
+        qk = qk.view(B, S, 2 * self.config.num_heads, self.config.head_dim).to(self.stream_dtype)
         if self.config.qk_norm:
-            q, k = rms_norm(q), rms_norm(k)
+            qk = rms_norm(qk)
         if self.rotary is not None:
-            start = 0 if cache is None else cache.length
-            q, k = self.rotary(q, start), self.rotary(k, start)
+            qk = self.rotary(qk, 0 if cache is None else cache.length)
+        q, k = qk.to(x_BSD.dtype).chunk(2, dim=2)
         if self.value_mix is not None and first_values is not None:
             v = torch.lerp(v, first_values, self.value_mix.to(v.dtype))
         if cache is not None:

@@ -13,16 +13,24 @@ from nanosprint.ops.attention import Attention
 
 
 class Block(nn.Module):
-    """x (B, S, D) -> (B, S, D): norm, mix, add; norm, MLP, add."""
+    """x (B, S, D) -> (B, S, D): norm, mix, add; norm, MLP, add. Mixer and MLP are handed `compute_dtype`."""
 
     ROLES = {"entry": Role("scalar.entry"), "skip_weights": Role("scalar.skip")}
 
-    def __init__(self, config: ModelConfig, spec: LayerSpec, rotary: Rotary | None, attend: Attention) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        spec: LayerSpec,
+        rotary: Rotary | None,
+        attend: Attention,
+        compute_dtype: torch.dtype,
+        stream_dtype: torch.dtype,
+    ) -> None:
         super().__init__()
-        self.config, self.spec = config, spec
+        self.config, self.spec, self.compute_dtype = config, spec, compute_dtype
         if spec.mixer is not None:
             self.mixer_norm = build_norm(config)
-            self.mixer = SelfAttention(config, spec.mixer, rotary, attend)
+            self.mixer = SelfAttention(config, spec.mixer, rotary, attend, stream_dtype)
         if spec.mlp is not None:
             self.mlp_norm = build_norm(config)
             self.mlp = MLP(config, spec.mlp)
@@ -48,10 +56,10 @@ class Block(nn.Module):
             keep, inject = self.entry.to(x.dtype).unbind()
             x = keep * x + inject * x0_BSD
         if self.spec.mixer is not None:
-            mixed, values = self.mixer(self.mixer_norm(x), first_values, cache)
+            mixed, values = self.mixer(self.mixer_norm(x).to(self.compute_dtype), first_values, cache)
             x = x + self.config.attn_branch_scale * mixed if self.config.attn_branch_scale != 1 else x + mixed
         if self.spec.mlp is not None:
-            x = x + self.mlp(self.mlp_norm(x))
+            x = x + self.mlp(self.mlp_norm(x).to(self.compute_dtype))
         if self.spec.tap is not None:
             taps[self.spec.tap] = x
         return x, values

@@ -7,10 +7,14 @@ from torch import Tensor, nn
 from nanosprint.config.model import ModelConfig
 from nanosprint.model.norm import rms_norm
 from nanosprint.model.roles import Role
+from nanosprint.model.techniques.ngram import NgramEmbedding
 
 
 class Embedding(nn.Module):
-    """Tokens (B, S) -> (B, S, D): the token table, plus learned positions where the recipe has them."""
+    """Tokens (B, history + S) -> (B, S, D): the token table, plus n-gram tables and positions as the recipe has them.
+
+    The history, tokens in front of the row, is for techniques that look back; see `ModelConfig.history`.
+    """
 
     ROLES = {"weight": Role("embed.token"), "positions": Role("embed.position")}
 
@@ -20,6 +24,7 @@ class Embedding(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.vocab_size, config.dim))
         learned = config.positions == "learned"
         self.positions = nn.Parameter(torch.empty(config.seq_len, config.dim)) if learned else None
+        self.ngrams = NgramEmbedding(config.ngrams, config.vocab_size, config.dim) if config.ngrams else None
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator) -> None:
@@ -27,9 +32,12 @@ class Embedding(nn.Module):
             if table is not None:
                 table.normal_(0.0, self.config.init.embed_std, generator=generator)
 
-    def forward(self, tokens_BS: Tensor, dtype: torch.dtype, start: int = 0) -> Tensor:
-        """`start` is the position of the first token of each row."""
+    def forward(self, tokens: Tensor, dtype: torch.dtype, start: int = 0) -> Tensor:
+        """The stream in `dtype`. `start` is the position of the first token behind the history."""
+        tokens_BS = tokens[:, self.config.history :]
         x = F.embedding(tokens_BS, self.weight).to(dtype)
+        if self.ngrams is not None:
+            x = x + self.ngrams(tokens).to(dtype)
         if self.positions is not None:
             x = x + self.positions[start : start + tokens_BS.size(1)].to(dtype)
         return rms_norm(x) if self.config.embed_norm else x

@@ -1,7 +1,8 @@
 """A GPT built from a `ModelConfig`: embedding, layers, norm, head. This file is the whole forward pass.
 
 Shape letters: B rows (independent sequences), S tokens of a row, D width, V vocabulary.
-Parameters keep their storage dtype (fp32); activations are in `compute_dtype`.
+Parameters keep their storage dtype (fp32); matrix products are in `compute_dtype`, the residual stream in
+`stream_dtype`.
 """
 
 import torch
@@ -25,16 +26,24 @@ class GPT(nn.Module):
     """
 
     def __init__(
-        self, config: ModelConfig, *, attention: str = "sdpa", compute_dtype: torch.dtype = torch.float32
+        self,
+        config: ModelConfig,
+        *,
+        attention: str = "sdpa",
+        compute_dtype: torch.dtype = torch.float32,
+        stream_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         config.validate()
         self.config, self.compute_dtype = config, compute_dtype
+        self.stream_dtype = stream_dtype or compute_dtype
         attend = backend(attention)
         self.embed = Embedding(config)
         rotary = Rotary(config.rotary, config.head_dim, config.seq_len) if config.positions == "rotary" else None
         self.rotary = rotary
-        self.layers = nn.ModuleList(Block(config, spec, rotary, attend) for spec in config.layers)
+        self.layers = nn.ModuleList(
+            Block(config, spec, rotary, attend, compute_dtype, self.stream_dtype) for spec in config.layers
+        )
         self.norm = build_norm(config)
         self.head = Head(config)
 
@@ -46,24 +55,24 @@ class GPT(nn.Module):
             if module is not self and initialize is not None:
                 initialize(generator)
 
-    def hidden(self, tokens_BS: Tensor, caches: list[KVCache | None] | None = None) -> Tensor:
+    def hidden(self, tokens: Tensor, caches: list[KVCache | None] | None = None) -> Tensor:
         """Normed output (B, S, D) of the last layer. With caches, the tokens follow those that the caches hold."""
         start = next((c.length for c in caches or [] if c is not None), 0)
-        x = x0 = self.embed(tokens_BS, self.compute_dtype, start)
+        x = x0 = self.embed(tokens, self.stream_dtype, start)
         taps: dict[str, Tensor] = {}
         first_values: Tensor | None = None
         for i, layer in enumerate(self.layers):
             x, values = layer(x, x0, taps, first_values, None if caches is None else caches[i])
             first_values = values if first_values is None else first_values
-        return self.norm(x)
+        return self.norm(x).to(self.compute_dtype)
 
-    def forward(self, tokens_BS: Tensor, caches: list[KVCache | None] | None = None) -> Tensor:
-        """Logits (B, S, V) in fp32 for tokens (B, S) of any integer dtype."""
-        return self.head(self.hidden(tokens_BS, caches), self.embed.weight)
+    def forward(self, tokens: Tensor, caches: list[KVCache | None] | None = None) -> Tensor:
+        """Logits (B, S, V) in fp32 for tokens (B, history + S) of any integer dtype; see `ModelConfig.history`."""
+        return self.head(self.hidden(tokens, caches), self.embed.weight)
 
-    def loss_sum(self, tokens_BS: Tensor, targets_BS: Tensor) -> Tensor:
+    def loss_sum(self, tokens: Tensor, targets_BS: Tensor) -> Tensor:
         """Cross-entropy of int64 targets (B, S) in nats, summed; a target of -1 does not count."""
-        return self.head.loss_sum(self.hidden(tokens_BS), targets_BS, self.embed.weight)
+        return self.head.loss_sum(self.hidden(tokens), targets_BS, self.embed.weight)
 
     def extend(self, seq_len: int) -> None:
         """Make positions reach `seq_len` tokens. Raises ValueError where learned positions end earlier."""

@@ -1,72 +1,119 @@
-"""Causal self-attention behind one signature; the backend is chosen when a model is built, never inside forward.
+"""Causal self-attention behind one signature; the back end is chosen when a model is built, never inside forward.
 
-Shape letters: B rows, S tokens of a row, H heads, K head size. Rows never see each other. `window` is the number of
-tokens to the left that a query sees besides itself; None means all of them.
+Every back end computes softmax(scale q kᵀ) v over the keys that a query may see: those of its own document, at most
+`window` tokens to the left, none to the right (`attention_backends/contract.py`). They differ in speed and rounding.
+
+| name      | where                | documents, window | how |
+|-----------|----------------------|-------------------|-----|
+| sdpa      | everywhere           | by mask           | PyTorch's fused kernels; the choice on a CPU |
+| cudnn     | NVIDIA, bf16 or fp16 | no                | cuDNN through PyTorch |
+| flash     | NVIDIA, bf16 or fp16 | no                | FlashAttention-2 through PyTorch, dense rows |
+| flex      | CUDA                 | yes               | FlexAttention, compiled to Triton |
+| fa2       | NVIDIA, bf16 or fp16 | yes               | PyTorch's variable-length FlashAttention-2 |
+| fa3       | Hopper, bf16 or fp16 | yes               | an installed flash_attn_interface, or the kernels hub |
+| fa4       | Hopper on, bf16/fp16 | yes               | package flash-attn-4 |
+| reference | everywhere           | yes               | the formula, slow |
 """
 
-from collections.abc import Callable
-from typing import Protocol
-
 import torch
-import torch.nn.functional as F
-from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from nanosprint.ops.attention_backends.contract import Attention, Documents, check_documents, pack_documents
+from nanosprint.ops.attention_backends.reference import reference
+from nanosprint.ops.attention_backends.sdpa import sdpa
+from nanosprint.ops.attention_backends.table import TABLE, Backend, Needs
+from nanosprint.ops.attention_backends.table import TABLE as BACKENDS
 
-class Attention(Protocol):
-    """q, k, v: (B, S, H, K), any float dtype; returns (B, S, H, K) of the same dtype."""
-
-    def __call__(self, q_BSHK: Tensor, k_BSHK: Tensor, v_BSHK: Tensor, scale: float, window: int | None) -> Tensor: ...
-
-
-def visible(num_queries: int, num_keys: int, window: int | None, device: torch.device) -> Tensor:
-    """(num_queries, num_keys) mask, True where a query may look; the last query stands at the last key."""
-    query = torch.arange(num_keys - num_queries, num_keys, device=device)[:, None]
-    key = torch.arange(num_keys, device=device)[None, :]
-    mask = key <= query
-    return mask if window is None else mask & (query - key <= window)
-
-
-def reference(q_BSHK: Tensor, k_BSHK: Tensor, v_BSHK: Tensor, scale: float, window: int | None) -> Tensor:
-    """The formula, written out: softmax(scale q kᵀ) v over the visible keys (Vaswani et al. 2017, arXiv:1706.03762).
-
-    Slow and quadratic in memory. Scores and softmax are in fp32 at least.
-    """
-    compute = torch.promote_types(q_BSHK.dtype, torch.float32)
-    scores = torch.einsum("bqhk,bshk->bhqs", q_BSHK.to(compute), k_BSHK.to(compute)) * scale
-    mask = visible(q_BSHK.size(1), k_BSHK.size(1), window, q_BSHK.device)
-    weights = scores.masked_fill(~mask, float("-inf")).softmax(dim=-1)
-    return torch.einsum("bhqs,bshk->bqhk", weights, v_BSHK.to(compute)).to(q_BSHK.dtype)
-
-
-def sdpa(q_BSHK: Tensor, k_BSHK: Tensor, v_BSHK: Tensor, scale: float, window: int | None) -> Tensor:
-    """PyTorch's scaled_dot_product_attention: FlashAttention where it exists, on CPU too."""
-    q, k, v = (t.transpose(1, 2) for t in (q_BSHK, k_BSHK, v_BSHK))
-    square = q.size(2) == k.size(2)
-    if square and (window is None or window >= k.size(2) - 1):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale).transpose(1, 2)
-    mask = visible(q.size(2), k.size(2), window, q.device)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale).transpose(1, 2)
-
-
-def _with_kernel(kernel: SDPBackend) -> Attention:
-    def attend(q_BSHK: Tensor, k_BSHK: Tensor, v_BSHK: Tensor, scale: float, window: int | None) -> Tensor:
-        with sdpa_kernel(kernel):
-            return sdpa(q_BSHK, k_BSHK, v_BSHK, scale, window)
-
-    return attend
-
-
-BACKENDS: dict[str, Callable[..., Tensor]] = {
-    "sdpa": sdpa,
-    "cudnn": _with_kernel(SDPBackend.CUDNN_ATTENTION),
-    "flash": _with_kernel(SDPBackend.FLASH_ATTENTION),
-    "reference": reference,
-}
+__all__ = [
+    "BACKENDS",
+    "Attention",
+    "Documents",
+    "available",
+    "backend",
+    "check_documents",
+    "choose",
+    "pack_documents",
+    "reference",
+    "require",
+    "sdpa",
+]
 
 
 def backend(name: str) -> Attention:
-    """The attention function called `name`. Raises ValueError for an unknown one."""
-    if name not in BACKENDS:
-        raise ValueError(f"exec.attention={name!r}: known backends are {', '.join(BACKENDS)}")
-    return BACKENDS[name]
+    """The attention function called `name`. Raises ValueError if it is unknown or its library cannot be loaded."""
+    entry = _entry(name)
+    try:
+        return entry.load()
+    except ImportError as error:
+        raise ValueError(f"exec.attention={name} cannot be had: {error}") from error
+
+
+def available(
+    device: torch.device, dtype: torch.dtype = torch.bfloat16, *, head_dim: int = 64, training: bool = True
+) -> dict[str, str | None]:
+    """Every back end's name with None, or with the reason why it does not run on `device`. Runs nothing."""
+    needs = Needs(device=device, dtype=dtype, head_dim=head_dim, training=training)
+    return {name: entry.refuses(needs) for name, entry in TABLE.items()}
+
+
+def require(
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    head_dim: int,
+    needs_documents: bool = False,
+    needs_window: bool = False,
+    training: bool = True,
+) -> None:
+    """Raise ValueError if `name` cannot serve such a run; for whoever resolves a run, before anything starts."""
+    needs = Needs(
+        device=device,
+        dtype=dtype,
+        head_dim=head_dim,
+        documents=needs_documents,
+        window=needs_window,
+        training=training,
+    )
+    reason = _entry(name).refuses(needs)
+    if reason is not None:
+        raise ValueError(f"exec.attention={name} cannot serve here: it {reason}")
+    backend(name)
+
+
+def choose(
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    num_heads: int,
+    head_dim: int,
+    seq_len: int,
+    needs_documents: bool,
+    needs_window: bool,
+    rows: int | None = None,
+    window: int | None = None,
+    max_seq_len: int | None = None,
+) -> str:
+    """What exec.attention=auto stands for: the fastest back end that passes a check on `device`.
+
+    The check compares forward and backward with the reference on odd lengths, single-token and empty documents, window
+    0 and a window larger than any document; those that pass are timed for a few milliseconds on `rows` (default: as
+    many as make 32,768 tokens) of `seq_len` tokens with `window` (default, where needed: 640) and documents up to
+    `max_seq_len` (default: 2,048). Ranking and failures are logged once. Some 3 s on a GPU, in case FlashAttention-4
+    is installed up to its compile time more; on anything else it is "sdpa" at once. Processes of one run should ask
+    one of them and share the answer, because timings differ.
+    """
+    if device.type != "cuda" or torch.version.hip is not None or dtype not in (torch.bfloat16, torch.float16):
+        return "sdpa"
+    from nanosprint.ops.attention_backends.select import fastest
+
+    needs = Needs(device=device, dtype=dtype, head_dim=head_dim, documents=needs_documents, window=needs_window)
+    if needs_window and window is None:
+        window = min(640, seq_len - 1)
+    rows = max(1, 32_768 // seq_len) if rows is None else rows
+    return fastest(needs, num_heads=num_heads, seq_len=seq_len, rows=rows, window=window, max_seq_len=max_seq_len)
+
+
+def _entry(name: str) -> Backend:
+    if name not in TABLE:
+        raise ValueError(f"exec.attention={name!r}: known backends are {', '.join(TABLE)}")
+    return TABLE[name]

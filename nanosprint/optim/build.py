@@ -6,11 +6,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from nanosprint.config.groups import AdamConfig, MuonConfig, ParamGroup, match_group
+from nanosprint.config.groups import AdamConfig, MuonConfig, ParamGroup, RowAdagradConfig, match_group
 from nanosprint.config.recipe import Precision
 from nanosprint.config.schedule import StepPlan
 from nanosprint.optim.adam import AdamW
 from nanosprint.optim.muon import Muon
+from nanosprint.optim.row_adagrad import RowAdagrad
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
@@ -77,7 +78,8 @@ def _group_options(group: ParamGroup, blocks: int, precision: Precision) -> dict
     options: dict[str, Any] = {"lr": group.lr, "base_lr": group.lr, "weight_decay": group.weight_decay}
     if isinstance(group.rule, AdamConfig):
         return {**options, "betas": group.rule.betas, "eps": group.rule.eps}
-    assert isinstance(group.rule, MuonConfig)
+    if isinstance(group.rule, RowAdagradConfig):
+        return {**options, "power": group.rule.power}
     return {
         **options,
         "momentum": group.rule.momentum,
@@ -88,4 +90,4 @@ def _group_options(group: ParamGroup, blocks: int, precision: Precision) -> dict
     }
 
 
-_RULES: dict[type, Any] = {AdamConfig: AdamW, MuonConfig: Muon}
+_RULES: dict[type, Any] = {AdamConfig: AdamW, MuonConfig: Muon, RowAdagradConfig: RowAdagrad}

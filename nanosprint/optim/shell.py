@@ -26,7 +26,9 @@ _FOREIGN = {
 
 
 class Shell(torch.optim.Optimizer):
-    """Base of AdamW, Muon and SOAP. Subclasses give `_check_group`, `_init_state` and `_update`."""
+    """Base of all optimizers here. Subclasses give `_check_group`, `_init_state` and `_update`."""
+
+    takes_sparse = False  # whether gradients may be sparse
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -82,7 +84,7 @@ class Shell(torch.optim.Optimizer):
         for param in group["params"]:
             if param.grad is None:
                 continue
-            if param.grad.is_sparse:
+            if param.grad.is_sparse and not self.takes_sparse:
                 raise ValueError(
                     f"{type(self).__name__} got a sparse gradient for a parameter of shape {tuple(param.shape)}: "
                     "build its nn.Embedding with sparse=False"

@@ -18,8 +18,8 @@ def check_recipe(recipe: Recipe) -> str:
         model = GPT(recipe.model)
         plan = recipe.plan(0)
         rows = plan.batch_tokens // recipe.train.lanes // plan.seq_len
-        tokens = torch.zeros(rows, plan.seq_len, dtype=torch.int32)
-        model.loss_sum(tokens, tokens.long()).backward()
+        tokens = torch.zeros(rows, recipe.model.history + plan.seq_len, dtype=torch.int32)
+        model.loss_sum(tokens, tokens[:, recipe.model.history :].long()).backward()
     missing = [name for name, p in model.named_parameters() if p.grad is None]
     if missing:
         raise ValueError(f"recipe {recipe.name!r}: no gradient reaches {', '.join(missing)}")

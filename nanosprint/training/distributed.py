@@ -112,15 +112,33 @@ def sum_gradients(parameters: Iterable[Tensor]) -> None:
     """Replace each gradient by its sum over all processes, several at a time in one message.
 
     Which parameters take part is decided by their presence in the model, never by whether a gradient arrived, so that
-    no process can wait for a message that another does not send: a missing gradient counts as zero.
+    no process can wait for a message that another does not send: a missing gradient counts as zero. A sparse gradient
+    becomes that of all look-ups of all processes, of which each must have made as many.
     """
     if not dist.is_initialized():
         return
-    for bucket in _buckets(list(parameters)):
+    dense: list[Tensor] = []
+    for p in parameters:
+        if p.grad is not None and p.grad.is_sparse:
+            p.grad = _gather_sparse(p.grad)
+        else:
+            dense.append(p)
+    for bucket in _buckets(dense):
         flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in bucket])
         dist.all_reduce(flat)
         for p, part in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
             p.grad = part.view_as(p)
+
+
+def _gather_sparse(gradient: Tensor) -> Tensor:
+    """All processes' look-ups of a table, (rows, row gradients), one behind the other in the order of ranks."""
+    indices, values = gradient._indices().contiguous(), gradient._values().contiguous()
+    all_indices = [torch.empty_like(indices) for _ in range(dist.get_world_size())]
+    all_values = [torch.empty_like(values) for _ in range(dist.get_world_size())]
+    dist.all_gather(all_indices, indices)
+    dist.all_gather(all_values, values)
+    gathered = (torch.cat(all_indices, dim=1), torch.cat(all_values))
+    return torch.sparse_coo_tensor(*gathered, gradient.shape, check_invariants=False)
 
 
 def _buckets(parameters: list[Tensor]) -> Iterable[list[Tensor]]:

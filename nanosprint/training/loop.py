@@ -162,6 +162,7 @@ class Loop:
             rank=run.world.rank,
             world_size=run.world.size,
             vocab_size=run.recipe.model.vocab_size,
+            history=run.recipe.model.history,
             device=device,
         )
         start = time.perf_counter()
@@ -190,6 +191,7 @@ class Loop:
             order=recipe.data.order,
             seed=run.request.seed,
             epochs=recipe.data.epochs,
+            history=recipe.model.history,
             vocab_size=recipe.model.vocab_size,
             device=run.world.device,
             state=run.state.reader,

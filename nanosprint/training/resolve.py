@@ -20,7 +20,7 @@ def resolve(execution: Execution, recipe: Recipe, world: World) -> Execution:
         "gpus": world.size,
         "compute": _compute(execution, recipe, device),
         "attention": "sdpa" if execution.attention == "auto" else execution.attention,
-        "compile": _compile(execution, device),
+        "compile": _compile(execution, recipe, device),
         "lanes_per_microbatch": _lanes(execution, recipe, world),
     }
     resolved: Execution = apply_overrides(execution, choices)
@@ -55,9 +55,11 @@ def _bf16_is_faster_on_cpu(size: int = 512, repeats: int = 5) -> bool:
     return best_time(torch.bfloat16) < 0.8 * best_time(torch.float32)
 
 
-def _compile(execution: Execution, device: torch.device) -> str:
+def _compile(execution: Execution, recipe: Recipe, device: torch.device) -> str:
     if execution.compile != "auto":
         return execution.compile
+    if recipe.model.ngrams is not None:
+        return "off"  # sparse gradients do not pass through the compiler
     # On a CPU compilation takes longer than the runs one would do there, and needs a C++ compiler.
     return "default" if device.type == "cuda" else "off"
 

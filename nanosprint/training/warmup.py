@@ -70,5 +70,7 @@ def _random_step(state: TrainState, loss_sum: LossSum, recipe: Recipe, lanes: in
 def random_rows(recipe: Recipe, rows: int, seq_len: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Tokens and targets of `rows` rows of the recipe's vocabulary, the same at every call."""
     generator = torch.Generator().manual_seed(0)  # its own, so that the run's random state is not touched
-    tokens = torch.randint(recipe.model.vocab_size, (rows, seq_len + 1), generator=generator)
-    return tokens[:, :-1].to(device, torch.int32), tokens[:, 1:].to(device, torch.int64).contiguous()
+    history = recipe.model.history
+    tokens = torch.randint(recipe.model.vocab_size, (rows, history + seq_len + 1), generator=generator)
+    targets = tokens[:, history + 1 :].contiguous()
+    return tokens[:, :-1].to(device, torch.int32), targets.to(device, torch.int64)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nanosprint.data.loader import TokenLoader, count_targets, validation_batches
-from nanosprint.data.shards import ShardError
+from nanosprint.data.shards import ShardError, write_shard
 
 LANES, SEQ_LEN = 8, 5
 BATCH = LANES * SEQ_LEN * 2  # two rows a lane
@@ -331,3 +331,40 @@ def test_cuda_equals_cpu(shards, order):
                 assert b.tokens.is_cuda
                 assert torch.equal(a.tokens, b.tokens.cpu())
                 assert torch.equal(a.targets, b.targets.cpu())
+
+
+@pytest.mark.parametrize("order", ["sequential", "shuffled"])
+def test_history_is_what_stands_before_each_row(order, tmp_path):
+    stream = np.arange(1, 1001)  # every token is its own position, counted from 1
+    path = tmp_path / "x_train_000001.bin"
+    write_shard(path, stream.astype(np.uint16))
+    options = {"num_steps": 5, "lanes": 2, "lanes_per_microbatch": 1, "vocab_size": 2000, "order": order, "history": 3}
+    shape = SimpleNamespace(batch_tokens=64, seq_len=8)
+    with TokenLoader([path], lambda step: shape, **options) as loader:
+        for data in loader:
+            for batch in data.micro_batches:
+                assert batch.tokens.shape == (4, 3 + 8)
+                assert batch.targets.shape == (4, 8)
+                for row, targets in zip(batch.tokens.tolist(), batch.targets.tolist(), strict=True):
+                    first = row[3]
+                    assert row[3:] == list(range(first, first + 8))
+                    assert targets == list(range(first + 1, first + 9))
+                    assert row[:3] == [max(0, first - back) for back in (3, 2, 1)]
+
+
+@pytest.mark.parametrize("stride", [8, 3])
+def test_validation_has_history_too(stride, tmp_path):
+    path = tmp_path / "x_val_000000.bin"
+    write_shard(path, np.arange(1, 102).astype(np.uint16))
+    batches = validation_batches(
+        [path], tokens=90, seq_len=8, stride=stride, batch_tokens=24, vocab_size=200, history=3
+    )
+    scored = []
+    for batch in batches:
+        for row, targets in zip(batch.tokens.tolist(), batch.targets.tolist(), strict=True):
+            assert len(row) == 11
+            for place, target in enumerate(targets):
+                if target >= 0:
+                    scored.append(target)
+                    assert row[place : place + 4] == [max(0, target - back) for back in (4, 3, 2, 1)]
+    assert sorted(scored) == list(range(2, 92))

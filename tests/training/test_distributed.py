@@ -36,6 +36,16 @@ def test_gpus_option_trains_what_one_process_trains(processes, one_process, weig
     assert record.val_loss == pytest.approx(RunRecord.load(tmp_path / "one").val_loss, abs=1e-9)
 
 
+def test_sparse_gradients_of_several_processes(weights, nanosprint, tmp_path):
+    words = ("shakespeare", *EXACT, "model.dim=32", 'model.ngrams={"orders": [2, 3], "rows": 1024}', "eval.tokens=1000")
+    words += ("--device", "cpu", "--max-steps", 4)
+    for name, processes in (("one", 1), ("two", 2)):
+        result = nanosprint("train", *words, "--out", name, "--gpus", processes)
+        assert result.returncode == 0, result.stderr
+    for name, weight in weights(tmp_path / "one").items():
+        torch.testing.assert_close(weights(tmp_path / "two")[name], weight, rtol=0, atol=1e-9)
+
+
 def test_torchrun_with_two_agents(one_process, weights, tmp_path, tiny_data):
     """Two nodes with a process each, as two agents of this machine that find each other by c10d rendezvous."""
     with socket.socket() as probe:

@@ -1,0 +1,1 @@
+"""One file for each technique that attaches to the model: the idea, the formula, the source."""

@@ -1,0 +1,66 @@
+"""A start-up check of one back end on this device: small, nasty inputs, forward and backward, against the reference."""
+
+import torch
+from torch import Tensor
+
+from nanosprint.ops.attention_backends.contract import Attention, Documents, pack_documents
+from nanosprint.ops.attention_backends.reference import reference
+
+# Relative Frobenius error, bf16 against fp32 or better; in fp32 rounding is far below either.
+FORWARD_TOLERANCE = 5e-3
+GRADIENT_TOLERANCE = 1e-2
+
+_ROWS, _SEQ_LEN = 2, 333  # odd, and longer than two blocks of any kernel
+_LENGTHS = [1, 130, 0, 1, 7, 194, 1, 0, 0, 332]  # single tokens, empty ones, an end at the row's end, a long one
+_SCALE = 0.12
+
+
+def relative_error(got: Tensor, expected: Tensor) -> float:
+    """‖got - expected‖ / ‖expected‖ in fp64. NaN if got has one, and NaN is below no tolerance."""
+    expected = expected.double()
+    return float((got.double() - expected).norm() / expected.norm())
+
+
+def random_inputs(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    """Leaf tensors q, k, v and a gradient for the output, standard normal, the same on every call."""
+    generator = torch.Generator(device="cpu").manual_seed(20)
+    make = [torch.randn(shape, generator=generator).to(device, dtype) for _ in range(4)]
+    return [t.requires_grad_(i < 3) for i, t in enumerate(make)]
+
+
+def errors(
+    attend: Attention,
+    inputs: list[Tensor],
+    scale: float,
+    window: int | None,
+    documents: Documents | None,
+) -> list[float]:
+    """Relative errors of the output and of the gradients of q, k, v against the reference on fp64 copies."""
+    *qkv, weight = inputs
+    exact = [t.detach().double().requires_grad_() for t in qkv]
+    truth = reference(exact[0], exact[1], exact[2], scale, window, documents)
+    true_grads = torch.autograd.grad(truth, exact, weight.double())
+    out = attend(qkv[0], qkv[1], qkv[2], scale, window, documents)
+    grads = torch.autograd.grad(out, qkv, weight)
+    pairs = zip((out, *grads), (truth, *true_grads), strict=True)
+    return [relative_error(got.detach(), want.detach()) for got, want in pairs]
+
+
+def failure(
+    attend: Attention, dtype: torch.dtype, head_dim: int, device: torch.device, *, documents: bool, window: bool
+) -> str | None:
+    """What `attend` gets wrong or how it dies, in a clause; None if it passes."""
+    inputs = random_inputs((_ROWS, _SEQ_LEN, 2, head_dim), dtype, device)
+    packed = pack_documents(_LENGTHS, slots=16, device=device)
+    cases = [packed] if documents else [None]
+    for case in cases:
+        for limit in (None, 0, 5, 140, 2 * _SEQ_LEN) if window else (None,):
+            where = f"window={limit}, {'documents' if case else 'no documents'}"
+            try:
+                forward, *gradients = errors(attend, inputs, _SCALE, limit, case)
+            except Exception as error:  # a library may raise anything, and the next back end may well work
+                return f"{type(error).__name__} at {where}: {str(error).strip()[:300]}"
+            if not (forward <= FORWARD_TOLERANCE and max(gradients) <= GRADIENT_TOLERANCE):
+                wrong = ", ".join(f"{e:.1e}" for e in (forward, *gradients))
+                return f"wrong at {where}: relative errors of out, dq, dk, dv {wrong}"
+    return None

@@ -1,0 +1,122 @@
+"""Picks the fastest back end that passes its check on this device, within a few seconds."""
+
+import logging
+import math
+import random
+import statistics
+import time
+
+import torch
+
+from nanosprint.ops.attention_backends import probe
+from nanosprint.ops.attention_backends.contract import Attention, Documents, pack_documents
+from nanosprint.ops.attention_backends.table import TABLE, Needs
+
+log = logging.getLogger(__name__)
+
+# The order in which they are tried is the order of the speeds that we have seen on Hopper (docs/log.md), so that what
+# the time budget cuts off is unlikely to have won.
+ORDER = ("fa3", "fa4", "cudnn", "fa2", "flash", "sdpa", "flex")
+BUDGET_S = 3.0
+_REPEATS = 5
+_BACKWARD_WITH_FORWARD = 3.5  # FLOPs of both over those of the forward pass
+
+
+def fastest(
+    needs: Needs,
+    *,
+    num_heads: int,
+    seq_len: int,
+    rows: int = 1,
+    window: int | None = None,
+    max_seq_len: int | None = None,
+    budget_s: float = BUDGET_S,
+) -> str:
+    """Name of the back end with the shortest forward and backward pass at this shape; see `ops.attention.choose`."""
+    start = time.perf_counter()
+    timings: dict[str, float] = {}
+    said: list[str] = []
+    for name in ORDER:
+        spent = time.perf_counter() - start
+        reason = TABLE[name].refuses(needs)
+        if reason is None and timings and spent > budget_s:
+            reason = f"not tried, {spent:.1f} s were spent"
+        elif reason is None and timings and name == "flex":
+            reason = "not tried, as compiling it takes longer than all others together"
+        if reason is None:
+            timings_ms, reason = _try(name, needs, num_heads, seq_len, rows, window, max_seq_len)
+            if timings_ms is not None:
+                timings[name] = timings_ms
+        if reason is not None:
+            said.append(f"{name}: {reason}")
+    if not timings:
+        raise ValueError(f"no attention back end works on {needs.device}: {'; '.join(said)}")
+    ranking = sorted(timings, key=lambda name: timings[name])
+    log.info(
+        "attention: %s, forward and backward on %d x %d tokens: %s. %s (%.1f s)",
+        ranking[0],
+        rows,
+        seq_len,
+        ", ".join(f"{name} {timings[name]:.3f} ms" for name in ranking),
+        "; ".join(said) or "none failed",
+        time.perf_counter() - start,
+    )
+    return ranking[0]
+
+
+def _try(
+    name: str, needs: Needs, num_heads: int, seq_len: int, rows: int, window: int | None, max_seq_len: int | None
+) -> tuple[float | None, str | None]:
+    """(milliseconds, None), or (None, why not)."""
+    try:
+        attend = TABLE[name].load()
+    except ImportError as error:
+        return None, str(error)
+    failure = probe.failure(
+        attend, needs.dtype, needs.head_dim, needs.device, documents=needs.documents, window=needs.window
+    )
+    if failure is not None:
+        log.warning("attention: %s is installed but failed its check on %s: %s", name, needs.device, failure)
+        return None, failure
+    documents = sample_documents(rows, seq_len, max_seq_len, needs.device) if needs.documents else None
+    shape = (rows, seq_len, num_heads, needs.head_dim)
+    try:
+        return time_ms(attend, shape, needs.dtype, needs.device, window, documents), None
+    except Exception as error:  # out of memory, most likely, which is a reason to take another
+        return None, f"{type(error).__name__} at the real shape: {str(error).strip()[:200]}"
+
+
+def sample_documents(rows: int, seq_len: int, max_seq_len: int | None, device: torch.device) -> Documents:
+    """Documents of web-like lengths (log-normal, median 424, mean 570), cut at `max_seq_len` and at row ends."""
+    longest = min(seq_len, max_seq_len or 2048)
+    draw, lengths = random.Random(0), []
+    for _ in range(rows):
+        left = seq_len
+        while left:
+            length = min(left, longest, max(1, round(draw.lognormvariate(math.log(424), 0.77))))
+            lengths.append(length)
+            left -= length
+    slots = max(64, -(-(len(lengths) + 1) // 64) * 64)
+    return pack_documents(lengths, slots=slots, max_seq_len=longest, device=device)
+
+
+def time_ms(
+    attend: Attention,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    window: int | None,
+    documents: Documents | None,
+) -> float:
+    """Median milliseconds of a forward and backward pass by CUDA events, after two that warm up."""
+    q, k, v, weight = (torch.randn(shape, dtype=dtype, device=device) for _ in range(4))
+    q, k, v = (t.requires_grad_() for t in (q, k, v))
+    times = []
+    for _ in range(2 + _REPEATS):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        torch.autograd.grad(attend(q, k, v, shape[-1] ** -0.5, window, documents), (q, k, v), weight)
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return statistics.median(times[2:])

@@ -1,0 +1,100 @@
+"""Which back ends there are, and what each cannot do. Nothing is imported or run to say so."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from nanosprint.ops.attention_backends import fa2, fa3, fa4, sdpa
+from nanosprint.ops.attention_backends.contract import Attention
+from nanosprint.ops.attention_backends.reference import reference
+
+
+@dataclass(frozen=True, kw_only=True)
+class Needs:
+    """What a run asks of attention."""
+
+    device: torch.device
+    dtype: torch.dtype
+    head_dim: int
+    documents: bool = False
+    window: bool = False
+    training: bool = True
+
+
+@dataclass(frozen=True)
+class Backend:
+    """`load` gives the function, or ImportError; `refuses` says in a clause why it cannot serve, or None."""
+
+    load: Callable[[], Attention]
+    refuses: Callable[[Needs], str | None]
+    compiles: bool = False  # at first use, for seconds
+
+
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+def _half_on_cuda(needs: Needs, capability: tuple[int, int]) -> str | None:
+    if needs.device.type != "cuda" or torch.version.hip is not None:
+        return f"runs on NVIDIA GPUs only, not on {needs.device.type}"
+    if needs.dtype not in (torch.bfloat16, torch.float16):
+        return f"takes bf16 and fp16, not {needs.dtype}: choose another or set exec.compute=bf16"
+    if _capability(needs.device) < capability:
+        return f"needs compute capability {capability[0]}.{capability[1]}, this GPU has {_capability(needs.device)}"
+    if needs.head_dim % 8 or needs.head_dim > 256:
+        return f"takes head sizes that are multiples of 8 up to 256, not {needs.head_dim}"
+    return None
+
+
+def _dense_only(needs: Needs) -> str | None:
+    if needs.documents or needs.window:
+        return f"has no {'documents' if needs.documents else 'window'}: use fa2, fa3, fa4, flex or sdpa"
+    return _half_on_cuda(needs, (8, 0))
+
+
+def _fa2(needs: Needs) -> str | None:
+    return fa2.missing() or _half_on_cuda(needs, (8, 0))
+
+
+def _fa3(needs: Needs) -> str | None:
+    reason = fa3.missing() or _half_on_cuda(needs, (9, 0))
+    if reason is None and _capability(needs.device)[0] != 9:
+        return "is written for Hopper alone"
+    return reason
+
+
+def _fa4(needs: Needs) -> str | None:
+    return fa4.missing() or _half_on_cuda(needs, (9, 0))
+
+
+def _flex(needs: Needs) -> str | None:
+    if needs.head_dim < 16:
+        return f"takes head sizes from 16 on, not {needs.head_dim}"
+    if needs.device.type == "cpu":
+        return "has no backward pass on a CPU" if needs.training else None
+    if needs.device.type != "cuda":
+        return f"is not known to work on {needs.device.type}"
+    return "takes no fp64" if needs.dtype == torch.float64 else None
+
+
+def _load_flex() -> Attention:
+    from nanosprint.ops.attention_backends.flex import flex  # half a second that most runs can save
+
+    return flex
+
+
+def _anything(needs: Needs) -> str | None:
+    return None
+
+
+TABLE: dict[str, Backend] = {
+    "sdpa": Backend(lambda: sdpa.sdpa, _anything),
+    "cudnn": Backend(lambda: sdpa.cudnn, _dense_only),
+    "flash": Backend(lambda: sdpa.flash, _dense_only),
+    "flex": Backend(_load_flex, _flex, compiles=True),
+    "fa2": Backend(fa2.load, _fa2),
+    "fa3": Backend(fa3.load, _fa3),
+    "fa4": Backend(fa4.load, _fa4, compiles=True),
+    "reference": Backend(lambda: reference, _anything),
+}

@@ -1,0 +1,98 @@
+"""From a library's pair of variable-length kernels to a back end that compiles, differentiates and passes opcheck.
+
+The kernels take all documents of a batch laid end to end, (T, H, K) with T = B*S, and the log-sum-exp of the scores,
+(H, T) in fp32, is what the backward pass needs of the forward one. Rows without documents are documents of S tokens.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from nanosprint.ops.attention_backends.contract import Attention, Documents, check_inputs, reach
+
+# (q, k, v, cu_seqlens, max_seq_len, window or -1, scale) -> out (T, H, K), log-sum-exp (H, T)
+Forward = Callable[[Tensor, Tensor, Tensor, Tensor, int, int, float], tuple[Tensor, Tensor]]
+# (grad of out, q, k, v, out, log-sum-exp, cu_seqlens, max_seq_len, window or -1, scale) -> grads of q, k, v
+Backward = Callable[
+    [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int, int, float], tuple[Tensor, Tensor, Tensor]
+]
+
+
+def build(name: str, forward: Forward, backward: Backward) -> Attention:
+    """Register `nanosprint::attend_<name>` and its backward operator; return the back end that calls them.
+
+    To be called once per name and process. Outputs are contiguous whatever the strides of the inputs.
+    """
+    operator = _register(name, forward, backward)
+
+    def attend(
+        q_BSHK: Tensor,
+        k_BSHK: Tensor,
+        v_BSHK: Tensor,
+        scale: float,
+        window: int | None,
+        documents: Documents | None = None,
+    ) -> Tensor:
+        check_inputs(q_BSHK, k_BSHK, v_BSHK, window, documents)
+        B, S = k_BSHK.shape[:2]
+        if q_BSHK.size(1) != S:
+            raise ValueError(f"exec.attention={name} wants as many queries as keys: use sdpa with a cache")
+        # A window that hides nothing is said to be none: kernels have a faster path, and one graph serves all.
+        far = reach(S, window, documents)
+        window_left = -1 if far == reach(S, None, documents) else far
+        if documents is None:
+            documents = Documents(torch.arange(0, B * S + 1, S, dtype=torch.int32, device=q_BSHK.device), S)
+        q, k, v = (t.flatten(0, 1) for t in (q_BSHK, k_BSHK, v_BSHK))
+        out, _ = operator(q, k, v, documents.cu_seqlens, documents.max_seq_len, window_left, scale)
+        result: Tensor = out.view(q_BSHK.shape)
+        return result
+
+    return attend
+
+
+def _register(name: str, forward: Forward, backward: Backward) -> Callable[..., tuple[Tensor, Tensor]]:
+    @torch.library.custom_op(f"nanosprint::attend_{name}", mutates_args=())
+    def attend(
+        q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seq_len: int, window: int, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = forward(q, k, v, cu_seqlens, max_seq_len, window, scale)
+        return out.contiguous(), lse.contiguous()
+
+    @torch.library.custom_op(f"nanosprint::attend_{name}_backward", mutates_args=())
+    def attend_backward(
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        cu_seqlens: Tensor,
+        max_seq_len: int,
+        window: int,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        # Kernels read heads as vectors; the gradient of a sum, say, arrives with strides of 0.
+        grad = grad.contiguous()
+        dq, dk, dv = backward(grad, q, k, v, out, lse, cu_seqlens, max_seq_len, window, scale)
+        return dq.contiguous(), dk.contiguous(), dv.contiguous()
+
+    @attend.register_fake
+    def _(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+        return q.new_empty(q.shape), q.new_empty((q.size(1), q.size(0)), dtype=torch.float32)
+
+    @attend_backward.register_fake
+    def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
+        return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+    def save(ctx, inputs, output):
+        q, k, v, cu_seqlens, *ctx.numbers = inputs
+        ctx.save_for_backward(q, k, v, *output, cu_seqlens)
+        ctx.mark_non_differentiable(output[1])
+
+    def differentiate(ctx, grad, _):
+        return *attend_backward(grad, *ctx.saved_tensors, *ctx.numbers), None, None, None, None
+
+    attend.register_autograd(differentiate, setup_context=save)
+    operator: Callable[..., tuple[Tensor, Tensor]] = attend
+    return operator
