@@ -293,12 +293,12 @@ def recipes_show(name: str, overrides: tuple[str, ...]) -> None:
 @click.argument("new")
 def recipes_diff(old: str, new: str) -> None:
     """Print every value in which two recipes differ."""
-    from nanosprint.config.edit import diff, to_dict
+    from nanosprint.config.edit import diff_lines, to_dict
     from nanosprint.recipes import load_recipe
 
-    for key, before, after in diff(to_dict(load_recipe(old)), to_dict(load_recipe(new))):
-        if key not in ("name", "source"):
-            click.echo(f"{key}: {json.dumps(before)} -> {json.dumps(after)}")
+    for line in diff_lines(to_dict(load_recipe(old)), to_dict(load_recipe(new))):
+        if not line.startswith(("name:", "source:")):
+            click.echo(line)
 
 
 @cli.command()

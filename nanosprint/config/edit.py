@@ -62,13 +62,53 @@ def apply_overrides(config: Any, overrides: Mapping[str, Any]) -> Any:
 
 
 def diff(old: Any, new: Any, path: str = "") -> list[tuple[str, Any, Any]]:
-    """Every dotted key at which two `to_dict` trees differ, with both values; a missing side is None."""
+    """Every dotted key at which two `to_dict` trees differ, with both values; a missing side is None.
+
+    Lists of groups are compared by role, other lists of equal length item by item.
+    """
+    if _has_roles(old) and _has_roles(new):
+        old, new = ({item["role"]: item for item in side} for side in (old, new))
     if isinstance(old, dict) and isinstance(new, dict):
         keys = list(old) + [k for k in new if k not in old]
         return [row for k in keys for row in diff(old.get(k), new.get(k), f"{path}.{k}" if path else str(k))]
     if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
         return [row for i, (a, b) in enumerate(zip(old, new, strict=True)) for row in diff(a, b, f"{path}.{i}")]
     return [] if old == new else [(path, old, new)]
+
+
+def diff_lines(old: Any, new: Any) -> list[str]:
+    """`diff` as lines "key: old -> new", the same change in several items of a list on one line."""
+    places: dict[tuple[str, str, str], list[int]] = {}
+    for path, before, after in diff(old, new):
+        head, index, tail = _split_index(path)
+        places.setdefault((head + "{}" + tail, json.dumps(before), json.dumps(after)), []).append(index)
+    return [f"{key.format(_spans(indices))}: {before} -> {after}" for (key, before, after), indices in places.items()]
+
+
+def _has_roles(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(v, dict) and "role" in v for v in value)
+
+
+def _split_index(path: str) -> tuple[str, int, str]:
+    """("model.layers.", 3, ".tap") of "model.layers.3.tap"; (path, -1, "") where there is no number in it."""
+    parts = path.split(".")
+    for i, part in enumerate(parts):
+        if part.isdigit():
+            return ".".join(parts[:i]) + ".", int(part), "".join(f".{p}" for p in parts[i + 1 :])
+    return path, -1, ""
+
+
+def _spans(indices: list[int]) -> str:
+    """ "0-5,7" of [0, 1, 2, 3, 4, 5, 7]; nothing for a path without a number."""
+    if indices == [-1]:
+        return ""
+    spans: list[list[int]] = []
+    for i in sorted(indices):
+        if spans and spans[-1][1] == i - 1:
+            spans[-1][1] = i
+        else:
+            spans.append([i, i])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
 
 
 def known_keys(config: Any, prefix: str = "") -> list[str]:

@@ -13,10 +13,9 @@ Activation = Literal["gelu", "gelu_tanh", "relu2"]
 
 @dataclass(frozen=True, kw_only=True)
 class AttnSpec:
-    """Causal self-attention. `window` names one of the schedule's windows, or "full" for everything before."""
+    """Causal self-attention. `value_residual` mixes the first layer's values into this layer's own."""
 
-    window: Literal["full", "short", "long"] = "full"
-    value_table: str | None = None  # name of the token table whose rows are added to the values
+    value_residual: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +108,6 @@ class ModelConfig:
     tied_head: bool = False
     embed_norm: bool = True
     x0_skip: bool = False
-    value_residual: bool = False
     ngrams: NgramSpec | None = None
     softcap: SoftcapSpec | None = None
     init: InitSpec = InitSpec()
@@ -154,6 +152,14 @@ class ModelConfig:
                     f"model.ngrams.rows={rows} is not a power of two: try {2 ** max(1, rows.bit_length())}"
                 )
         self._validate_taps()
+        self._validate_values()
+
+    def _validate_values(self) -> None:
+        mixers = [(i, layer.mixer) for i, layer in enumerate(self.layers) if layer.mixer is not None]
+        if mixers and mixers[0][1].value_residual:
+            raise ValueError(
+                f"model.layers.{mixers[0][0]}.mixer.value_residual: the first attention has no earlier values to mix in"
+            )
 
     def _validate_taps(self) -> None:
         known: list[str] = []

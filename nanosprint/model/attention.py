@@ -61,7 +61,7 @@ class SelfAttention(nn.Module):
         self.qkv_bias = nn.Parameter(torch.zeros(3 * config.dim)) if config.bias else None
         self.out_bias = nn.Parameter(torch.zeros(config.dim)) if config.bias else None
         # Share of the first layer's values (value residual: Zhou et al. 2024, arXiv:2410.17897).
-        self.value_mix = nn.Parameter(torch.tensor(0.5)) if config.value_residual else None
+        self.value_mix = nn.Parameter(torch.tensor(0.5)) if spec.value_residual else None
 
     def init_weights(self, generator: torch.Generator) -> None:
         init_linear(self.qkv, self.config.init, generator)
@@ -81,7 +81,8 @@ class SelfAttention(nn.Module):
         if self.rotary is not None:
             qk = self.rotary(qk, 0 if cache is None else cache.length)
         q, k = qk.to(x_BSD.dtype).chunk(2, dim=2)
-        if self.value_mix is not None and first_values is not None:
+        if self.value_mix is not None:
+            assert first_values is not None, "the recipe was validated: an earlier layer has values"
             v = torch.lerp(v, first_values, self.value_mix.to(v.dtype))
         if cache is not None:
             k, v = cache.append(k, v)

@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanosprint.config.model import ModelConfig
+from nanosprint.model.linear import init_linear
 from nanosprint.model.norm import rms_norm
 from nanosprint.model.roles import Role
 from nanosprint.model.techniques.ngram import NgramEmbedding
@@ -28,9 +29,12 @@ class Embedding(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator) -> None:
-        for table in (self.weight, self.positions):
-            if table is not None:
-                table.normal_(0.0, self.config.init.embed_std, generator=generator)
+        if self.config.tied_head:  # it is the head, too, and starts as one
+            init_linear(self.weight, self.config.init, generator)
+        else:
+            self.weight.normal_(0.0, self.config.init.embed_std, generator=generator)
+        if self.positions is not None:
+            self.positions.normal_(0.0, self.config.init.embed_std, generator=generator)
 
     def forward(self, tokens: Tensor, dtype: torch.dtype, start: int = 0) -> Tensor:
         """The stream in `dtype`. `start` is the position of the first token behind the history."""

@@ -3,7 +3,7 @@
 import pytest
 
 from nanosprint.config import AdamConfig, MuonConfig, Recipe
-from nanosprint.config.edit import apply_overrides, diff, from_dict, parse_overrides, to_dict
+from nanosprint.config.edit import apply_overrides, diff, diff_lines, from_dict, parse_overrides, to_dict
 from nanosprint.recipes import all_recipes, load_recipe
 
 
@@ -82,4 +82,21 @@ def test_equals_sign_in_a_value_is_kept():
 def test_diff_names_each_changed_leaf():
     old = to_dict(load_recipe("tiny"))
     new = to_dict(load_recipe("tiny", {"schedule.lr.floor": 0.5, "groups.1.lr": 7.0}))
-    assert diff(old, new) == [("schedule.lr.floor", 0.1, 0.5), ("groups.1.lr", 0.1, 7.0)]
+    assert diff(old, new) == [("schedule.lr.floor", 0.1, 0.5), ("groups.embed.lr", 0.1, 7.0)]
+
+
+def test_diff_of_items_that_change_alike_is_one_line():
+    old = to_dict(load_recipe("tiny", {"model.num_layers": 5}))
+    changed = {"model.num_layers": 5, **{f"model.layers.{i}.mlp.hidden": 64 for i in (0, 1, 3)}}
+    new = to_dict(load_recipe("tiny", {**changed, "model.layers.4.tap": "x", "model.norm_eps": 0.5}))
+    assert diff_lines(old, new) == [
+        "model.layers.0-1,3.mlp.hidden: 128 -> 64",
+        'model.layers.4.tap: null -> "x"',
+        "model.norm_eps: null -> 0.5",
+    ]
+
+
+def test_groups_are_compared_by_role():
+    lines = diff_lines(to_dict(load_recipe("gpt2")), to_dict(load_recipe("gpt2-rotary")))
+    assert "groups.matrix.lr: 0.0006 -> 0.0018" in lines
+    assert any(line.startswith('groups.vector: {"role": "vector"') and line.endswith("-> null") for line in lines)

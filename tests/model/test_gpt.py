@@ -110,7 +110,7 @@ def modern_logits(ids, w, heads, layers, *, x0=False, mix=False, cap=None):
 def test_modern_block(switches):
     overrides = []
     overrides += ["model.x0_skip=true"] if switches.get("x0") else []
-    overrides += ["model.value_residual=true"] if switches.get("mix") else []
+    overrides += ["model.layers.1.mixer.value_residual=true"] if switches.get("mix") else []
     overrides += ['model.softcap={"cap": 5.0}'] if switches.get("cap") else []
     model, w = build("tiny", overrides)
     ids = tokens(257, 2, 21)
