@@ -1,6 +1,6 @@
 """Typed, frozen configuration; standard library only, so that `--help` and `recipes` are instant."""
 
-from nanosprint.config.groups import AdamConfig, MuonConfig, ParamGroup, RowAdagradConfig
+from nanosprint.config.groups import AdamConfig, MuonConfig, ParamGroup, RowAdagradConfig, SoapConfig
 from nanosprint.config.model import (
     AttnSpec,
     InitSpec,
@@ -36,6 +36,7 @@ __all__ = [
     "RowAdagradConfig",
     "Schedule",
     "Skip",
+    "SoapConfig",
     "SoftcapSpec",
     "StepPlan",
     "TrainConfig",

@@ -26,6 +26,15 @@ class MuonConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SoapConfig:
+    """SOAP (Vyas et al. 2024, arXiv:2409.11321): Adam in the eigenbasis of Shampoo's averages."""
+
+    betas: tuple[float, float] = (0.95, 0.95)
+    eps: float = 1e-8
+    refresh_every: int = 10
+
+
+@dataclass(frozen=True, kw_only=True)
 class RowAdagradConfig:
     """Adagrad with one sum for each row of a table, moving only the rows that were looked up."""
 
@@ -37,7 +46,7 @@ class ParamGroup:
     """Parameters by role, their rule, and the rate that the schedule's factor multiplies."""
 
     role: str
-    rule: AdamConfig | MuonConfig | RowAdagradConfig
+    rule: AdamConfig | MuonConfig | SoapConfig | RowAdagradConfig
     lr: float
     weight_decay: float = 0.0
     every: int = field(default=1, metadata={"help": "update on every n-th step, with the sum of the gradients since"})

@@ -2,16 +2,18 @@
 
 A symmetric result costs little more than half: only tiles on or below the diagonal are computed, and each is stored
 twice, as it is and transposed, which also makes the result symmetric bit for bit. A Gram matrix X X^T is P = X and
-Q = X^T as a view: every operand is read through its strides, so nothing is transposed in memory.
+Q = X^T as a view: tiles are read the way the operand lies in memory and turned in shared memory.
 
 The added matrix is read in the epilogue, while the product is still fp32, so that there is one rounding; cuBLAS would
-first copy C to OUT.
+first copy C to OUT. Tiles move through tensor descriptors (on Hopper by the copy engine: 6 to 12 % faster than loads
+through pointers), which fill what lies outside a matrix with zeros, so no edge needs a mask.
 """
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nanosprint.kernels.tuning import Tile
 
@@ -37,65 +39,64 @@ def _grouped(index, tiles_m, tiles_n, GROUP: tl.constexpr):
 @triton.jit
 def _product_kernel(
     P, Q, C, OUT, alpha, beta, M, N, K,
-    p_batch, p_row, p_col, q_batch, q_row, q_col, c_batch, c_row, o_batch, o_row,
-    SYMMETRIC: tl.constexpr, ADD: tl.constexpr, EVEN_K: tl.constexpr,
+    SYMMETRIC: tl.constexpr, ADD: tl.constexpr, TURN_P: tl.constexpr, TURN_Q: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    batch = tl.program_id(1).to(tl.int64)
+    batch = tl.program_id(1)
     if SYMMETRIC:
         tile_m, tile_n = _tile_of(tl.program_id(0))
     else:
         tile_m, tile_n = _grouped(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP)
-    rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    cols = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    ks = tl.arange(0, BLOCK_K)
-    # Indices beyond an edge wrap around: those results are never stored, and the loads need no mask.
-    p = P + batch * p_batch + (rows % M)[:, None] * p_row + ks[None, :] * p_col
-    q = Q + batch * q_batch + ks[:, None] * q_row + (cols % N)[None, :] * q_col
+    m, n = tile_m * BLOCK_M, tile_n * BLOCK_N
     total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for k in range(0, K, BLOCK_K):
-        if EVEN_K:
-            total = tl.dot(tl.load(p), tl.load(q), total, input_precision="ieee")
+        if TURN_P:
+            p = P.load([batch, k, m]).reshape(BLOCK_K, BLOCK_M).T
         else:
-            left = tl.load(p, mask=ks[None, :] < K - k, other=0.0)
-            right = tl.load(q, mask=ks[:, None] < K - k, other=0.0)
-            total = tl.dot(left, right, total, input_precision="ieee")
-        p += BLOCK_K * p_col
-        q += BLOCK_K * q_row
-    inside = (rows < M)[:, None] & (cols < N)[None, :]
+            p = P.load([batch, m, k]).reshape(BLOCK_M, BLOCK_K)
+        if TURN_Q:
+            q = Q.load([batch, n, k]).reshape(BLOCK_N, BLOCK_K).T
+        else:
+            q = Q.load([batch, k, n]).reshape(BLOCK_K, BLOCK_N)
+        total = tl.dot(p, q, total, input_precision="ieee")
     total *= alpha
     if ADD:
-        c = tl.load(C + batch * c_batch + rows[:, None] * c_row + cols[None, :], mask=inside, other=0.0)
-        total += beta * c.to(tl.float32)
-    result = total.to(OUT.dtype.element_ty)
-    out = OUT + batch * o_batch
-    tl.store(out + rows[:, None] * o_row + cols[None, :], result, mask=inside)
+        total += beta * C.load([batch, m, n]).reshape(BLOCK_M, BLOCK_N).to(tl.float32)
+    result = total.to(OUT.dtype)
+    OUT.store([batch, m, n], result.reshape(1, BLOCK_M, BLOCK_N))
     if SYMMETRIC and tile_m != tile_n:
-        mirrored = (cols < N)[:, None] & (rows < M)[None, :]
-        tl.store(out + cols[:, None] * o_row + rows[None, :], tl.trans(result), mask=mirrored)
+        OUT.store([batch, n, m], result.T.reshape(1, BLOCK_N, BLOCK_M))
 
 
 def product(
     P: Tensor, Q: Tensor, out: Tensor, tile: Tile, *,
     alpha: float = 1.0, add: Tensor | None = None, beta: float = 0.0, symmetric: bool = False,
 ) -> Tensor:  # fmt: skip
-    """out <- alpha P Q + beta add, rounded once; returns out.
+    """out <- alpha P Q + beta add, accumulated in fp32 and rounded once; returns out.
 
-    P (B, M, K), Q (B, K, N), any strides; add and out (B, M, N) with unit inner stride, not overlapping P or Q. With
-    symmetric=True the caller promises that the result is (M = N), and the tile must be square.
+    P (B, M, K), Q (B, K, N), add and out (B, M, N), of one dtype; out overlaps no other. P and Q may be transposed
+    views; apart from that, inner strides are 1 and all others and the addresses multiples of 16 bytes (`aligned`).
+    With symmetric=True the caller promises that the result is, and the tile must be square.
     """
     (batch, M, K), N = P.shape, Q.shape[2]
     assert not symmetric or (M == N and tile.m == tile.n), (P.shape, Q.shape, tile)
     if out.numel() == 0:
         return out
+    turn_p, turn_q = P.stride(2) != 1, Q.stride(2) != 1
+    left = _tiles(P.mT, tile.k, tile.m) if turn_p else _tiles(P, tile.m, tile.k)
+    right = _tiles(Q.mT, tile.n, tile.k) if turn_q else _tiles(Q, tile.k, tile.n)
+    target = _tiles(out, tile.m, tile.n)
     rows, cols = triton.cdiv(M, tile.m), triton.cdiv(N, tile.n)
-    C = out if add is None else add
     with torch.cuda.device_of(out):  # Triton launches on the current device
         _product_kernel[(rows * (rows + 1) // 2 if symmetric else rows * cols, batch)](
-            P, Q, C, out, alpha, beta, M, N, K,
-            *P.stride(), *Q.stride(), C.stride(0), C.stride(1), out.stride(0), out.stride(1),
-            SYMMETRIC=symmetric, ADD=add is not None, EVEN_K=K % tile.k == 0,
+            left, right, target if add is None else _tiles(add, tile.m, tile.n), target,
+            float(alpha), float(beta), M, N, K,
+            SYMMETRIC=symmetric, ADD=add is not None, TURN_P=turn_p, TURN_Q=turn_q,
             BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=tile.k, GROUP=8,
             num_stages=tile.stages, num_warps=tile.warps,
         )  # fmt: skip
     return out
+
+
+def _tiles(X: Tensor, rows: int, cols: int) -> TensorDescriptor:
+    return TensorDescriptor(X, list(X.shape), list(X.stride()), [1, rows, cols])

@@ -10,6 +10,9 @@ Two sets of coefficients. "ns5" uses the same three numbers five times: it does 
 lands in [0.859, 1.141] for every s >= 1e-3. Both run in bf16, where rounding refills singular values below about
 1e-3 of the largest.
 
+On a GPU in bf16 the products run through the symmetric kernels (`nanosprint.ops.symmetric`) on devices and shapes where
+those were measured to beat cuBLAS (`kernels/tuning.py`); elsewhere through `torch.baddbmm`. Rounding is the same.
+
 Names: M rows, N columns, r = min(M, N). Five steps cost 5 * (4 r^2 max(M, N) + 2 r^3) floating-point operations.
 """
 
@@ -17,6 +20,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+
+from nanosprint.kernels import has_triton
+from nanosprint.ops.symmetric import aligned, fits_kernel
 
 Coefficients = Sequence[tuple[float, float, float]]
 Orthogonalizer = Callable[..., Tensor]  # (G, dtype=...) -> tensor of G's shape and that dtype
@@ -93,11 +99,53 @@ def _normalize(G: Tensor, dtype: torch.dtype, margin: float, eps: float) -> Tens
     # The norm is that of the rounded values, summed in fp32 at least: a norm rounded to bf16 could be 0.2 % short.
     wide = torch.promote_types(dtype, torch.float32)
     norm = torch.linalg.vector_norm(X, dim=(-2, -1), keepdim=True, dtype=wide)
-    return torch.div(X, norm * margin + eps, out=torch.empty_like(X, memory_format=torch.contiguous_format))
+    divisor = norm * margin + eps
+    # A compiler fuses the plain division into what comes before it.
+    if not torch.compiler.is_compiling() and X.is_cuda and wide == torch.float32 and has_triton():
+        from nanosprint.kernels.polar import divide
+
+        return divide(X.contiguous(), divisor)
+    return torch.div(X, divisor, out=torch.empty_like(X, memory_format=torch.contiguous_format))
 
 
 def _iterate(X: Tensor, coefficients: Coefficients) -> Tensor:
-    """Apply X <- a X + (b A + c A^2) X in turn, A the Gram matrix of the shorter side. X: (B, M, N), overwritten.
+    """Apply X <- a X + X (b A + c A^2) for each (a, b, c) in turn. X: (B, M, N) contiguous, may be overwritten."""
+    if X.is_cuda and X.dtype == torch.bfloat16:
+        return _quintic_steps(X, [number for triple in coefficients for number in triple])
+    return quintic_steps_reference(X, coefficients)
+
+
+@torch.library.custom_op("nanosprint::quintic_steps", mutates_args=())
+def _quintic_steps(X: Tensor, coefficients: list[float]) -> Tensor:
+    """All steps as one operator: one dispatch for fifteen launches. coefficients: a, b, c of each step in a row."""
+    return quintic_steps_reference(X.clone(), _triples(coefficients))
+
+
+@_quintic_steps.register_fake
+def _(X: Tensor, coefficients: list[float]) -> Tensor:
+    return torch.empty_like(X)
+
+
+@_quintic_steps.register_kernel("cuda")
+def _(X: Tensor, coefficients: list[float]) -> Tensor:
+    from nanosprint.kernels.tuning import wins
+
+    triples, (rows, cols) = _triples(coefficients), X.shape[1:]
+    capability = torch.cuda.get_device_capability(X.device)
+    if not (wins(min(rows, cols), capability) and fits_kernel(X)):
+        return quintic_steps_reference(X.clone(), triples)
+    from nanosprint.kernels.polar import quintic_steps
+
+    return quintic_steps(aligned(X), triples, capability)[:, :rows, :cols].contiguous()
+
+
+def _triples(coefficients: list[float]) -> Coefficients:
+    a, b, c = coefficients[0::3], coefficients[1::3], coefficients[2::3]
+    return list(zip(a, b, c, strict=True))
+
+
+def quintic_steps_reference(X: Tensor, coefficients: Coefficients) -> Tensor:
+    """Apply X <- a X + b A X + c A^2 X in turn, A the Gram matrix of the shorter side. X: (B, M, N), overwritten.
 
     Tall matrices multiply from the right, X (b A + c A^2) with A = X^T X, so nothing is transposed. Each `+` rides in
     the accumulator of a product, in fp32: adding after rounding to bf16 triples the error (0.012 -> 0.035), and adding

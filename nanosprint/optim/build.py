@@ -6,12 +6,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from nanosprint.config.groups import AdamConfig, MuonConfig, ParamGroup, RowAdagradConfig, match_group
+from nanosprint.config.groups import AdamConfig, MuonConfig, ParamGroup, RowAdagradConfig, SoapConfig, match_group
 from nanosprint.config.recipe import Precision
 from nanosprint.config.schedule import StepPlan
 from nanosprint.optim.adam import AdamW
 from nanosprint.optim.muon import Muon
 from nanosprint.optim.row_adagrad import RowAdagrad
+from nanosprint.optim.soap import SOAP
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
@@ -78,6 +79,9 @@ def _group_options(group: ParamGroup, blocks: int, precision: Precision) -> dict
     options: dict[str, Any] = {"lr": group.lr, "base_lr": group.lr, "weight_decay": group.weight_decay}
     if isinstance(group.rule, AdamConfig):
         return {**options, "betas": group.rule.betas, "eps": group.rule.eps}
+    if isinstance(group.rule, SoapConfig):
+        rule = group.rule
+        return {**options, "betas": rule.betas, "eps": rule.eps, "refresh_every": rule.refresh_every}
     if isinstance(group.rule, RowAdagradConfig):
         return {**options, "power": group.rule.power}
     return {
@@ -90,4 +94,4 @@ def _group_options(group: ParamGroup, blocks: int, precision: Precision) -> dict
     }
 
 
-_RULES: dict[type, Any] = {AdamConfig: AdamW, MuonConfig: Muon, RowAdagradConfig: RowAdagrad}
+_RULES: dict[type, Any] = {AdamConfig: AdamW, MuonConfig: Muon, SoapConfig: SOAP, RowAdagradConfig: RowAdagrad}

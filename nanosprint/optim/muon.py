@@ -20,6 +20,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from nanosprint.kernels import has_triton
 from nanosprint.ops.polar import orthogonalizer as find_orthogonalizer
 from nanosprint.optim.dtensor import gather, layout, local, local_like, scatter
 from nanosprint.optim.shell import Shell, as_dtype, check_unit, number, state_dtype, subtract_
@@ -54,19 +55,49 @@ def muon_(
     averages = [local(m) for m in exp_avgs]
     wide = averages[0].dtype
     locals_ = [local_like(g, p) for g, p in zip(grads, params, strict=True)]
-    directions = momentum_(averages, as_dtype(locals_, wide), momentum, nesterov)
-    stack = gather(_stack(directions, dtype), params[0])
+    stack = gather(_directions(averages, locals_, momentum, nesterov, dtype), params[0])
     rows, cols = matrix_shape(shape, split)
     stack = find_orthogonalizer(orthogonalizer)(stack.reshape(-1, rows, cols), dtype=dtype)
-    updates = scatter(stack.view(len(params), *shape), params[0]).to(wide)
+    updates = scatter(stack.view(len(params), *shape), params[0])
+    keep = 1 - lr * weight_decay if weight_decay else 1.0
+    _apply_([local(p) for p in params], updates, lr * scale_factor(scale, rows, cols), keep, wide)
 
-    targets = [local(p) for p in params]
-    weights = as_dtype(targets, wide)
-    if weight_decay:
-        torch._foreach_mul_(weights, 1 - lr * weight_decay)
-    subtract_(weights, list(updates.unbind(0)), lr * scale_factor(scale, rows, cols))
-    if targets[0].dtype != wide:
-        torch._foreach_copy_(targets, weights)
+
+def _directions(
+    averages: list[Tensor], grads: list[Tensor], momentum: Any, nesterov: bool, dtype: torch.dtype
+) -> Tensor:
+    """(k, *shape) in `dtype`: what momentum makes of the gradients; averages are updated."""
+    if _fusible([momentum], averages, grads):
+        from nanosprint.kernels.muon import momentum_stack
+
+        return momentum_stack(averages, grads, momentum, nesterov, dtype)
+    return _stack(momentum_(averages, as_dtype(grads, averages[0].dtype), momentum, nesterov), dtype)
+
+
+def _apply_(params: list[Tensor], updates: Tensor, step_size: Any, keep: Any, wide: torch.dtype) -> None:
+    """params <- keep params - step_size updates, computed in `wide`; updates: (k, *shape)."""
+    if wide == torch.float32 and _fusible([step_size, keep], params, [updates]):
+        from nanosprint.kernels.muon import apply_stack
+
+        apply_stack(params, updates, step_size, keep)
+        return
+    weights = as_dtype(params, wide)
+    if isinstance(keep, Tensor) or keep != 1:
+        torch._foreach_mul_(weights, keep)
+    subtract_(weights, list(updates.to(wide).unbind(0)), step_size)
+    if params[0].dtype != wide:
+        torch._foreach_copy_(params, weights)
+
+
+def _fusible(numbers: list[Any], *columns: list[Tensor]) -> bool:
+    """Whether to take the one-pass Triton kernels: eagerly on a GPU (a compiler fuses the plain form by itself)."""
+    if torch.compiler.is_compiling() or not columns[0][0].is_cuda or any(isinstance(n, Tensor) for n in numbers):
+        return False
+    if not has_triton():
+        return False
+    from nanosprint.kernels.muon import can_fuse
+
+    return can_fuse(*columns)
 
 
 def momentum_(averages: list[Tensor], grads: list[Tensor], momentum: Any, nesterov: bool = True) -> list[Tensor]:

@@ -18,6 +18,7 @@ from nanosprint.config import (
     Recipe,
     RotarySpec,
     Schedule,
+    SoapConfig,
     SoftcapSpec,
 )
 from nanosprint.recipes import Dials, recipe
@@ -117,4 +118,15 @@ def residuals(parent: Recipe, dials: Dials) -> Recipe:
             ParamGroup(role="head", rule=ADAM, lr=0.002),
             ParamGroup(role="scalar", rule=ADAM, lr=0.02),
         ),
+    )
+
+
+@recipe("soap", parent="residuals", summary="residuals with SOAP in place of Muon")
+def soap(parent: Recipe, dials: Dials) -> Recipe:
+    others = tuple(group for group in parent.groups if group.role != "matrix")
+    return replace(
+        parent,
+        name="soap",
+        source="SOAP: Vyas et al. 2024, arXiv:2409.11321, with the rate of its authors' speedrun fork",
+        groups=(ParamGroup(role="matrix", rule=SoapConfig(), lr=1.8e-3), *others),
     )

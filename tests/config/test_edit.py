@@ -53,7 +53,7 @@ def test_values_are_read_by_type(key, text, read):
         ("schedule.lr.shape", "cosin", "did you mean 'cosine'"),
         ("groups.1.rule.betas", "[0.5]", "expected a list of 2 values"),
         ("groups.0", "7", "expected a ParamGroup"),
-        ("groups.0.rule", '{"kind": "Adm"}', "expected one of AdamConfig, MuonConfig"),
+        ("groups.0.rule", '{"kind": "Adm"}', "expected one of AdamConfig, MuonConfig, RowAdagradConfig, SoapConfig"),
         ("model.softcap", '{"cup": 15}', "did you mean 'model.softcap.cap'"),
     ],
 )

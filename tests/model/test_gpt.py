@@ -93,9 +93,11 @@ def modern_logits(ids, w, heads, layers, *, x0=False, mix=False, cap=None):
             x = w[p + "entry"][0] * x + w[p + "entry"][1] * x0_stream
         q, k, v = (rms(x) @ w[p + "mixer.qkv"].T).chunk(3, -1)
         if mix:
-            own, share = v, w[p + "mixer.value_mix"]
-            v = v if first is None else (1 - share) * v + share * first
-            first = own if first is None else first
+            if first is None:
+                first = v
+            else:
+                share = w[p + "mixer.value_mix"]
+                v = (1 - share) * v + share * first
         y = [
             causal(turn(rms(a)), turn(rms(b)), c, K**-0.5)
             for a, b, c in zip(*(t.chunk(heads, -1) for t in (q, k, v)), strict=True)

@@ -10,6 +10,7 @@ On a CPU there is no backward pass (PyTorch says so), and the forward pass needs
 
 import functools
 from collections.abc import Callable
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -34,17 +35,15 @@ def flex(
     if q_BSHK.size(1) != S:
         raise ValueError(f"exec.attention=flex wants as many queries as keys, got {q_BSHK.size(1)} and {S}: use sdpa")
     mask = block_mask(first_key(B, S, window, documents, q_BSHK.device))
-    call: Callable[..., object] = flex_attention if torch.compiler.is_compiling() else _compiled()
+    call = cast(Callable[..., Tensor], flex_attention) if torch.compiler.is_compiling() else _compiled()
     q, k, v = (t.transpose(1, 2) for t in (q_BSHK, k_BSHK, v_BSHK))
     out = call(q, k, v, block_mask=mask, scale=scale)
-    assert isinstance(out, Tensor)
     return out.transpose(1, 2)
 
 
 @functools.cache
 def _compiled() -> Callable[..., Tensor]:
-    compiled: Callable[..., Tensor] = torch.compile(flex_attention, dynamic=False, fullgraph=True)
-    return compiled
+    return cast(Callable[..., Tensor], torch.compile(flex_attention, dynamic=False, fullgraph=True))
 
 
 def block_mask(first_BS: Tensor) -> BlockMask:

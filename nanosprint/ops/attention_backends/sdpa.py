@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nanosprint.ops.attention_backends.contract import Attention, Documents, check_inputs, first_key, reach
 
-_MIN_CHUNK = 64  # below, a narrow window would make many tiny products
+_CHUNK_UNIT = 64  # a narrower one would make many tiny products; CUDA copies masks that are no multiple of 8 wide
 
 
 def sdpa(
@@ -36,7 +36,7 @@ def sdpa(
     far = reach(seq_len, window, documents)
     if documents is None and far == seq_len - 1:
         return _call(q_BSHK, k_BSHK, v_BSHK, scale, None)
-    chunk = max(far, _MIN_CHUNK)
+    chunk = max(1, -(-far // _CHUNK_UNIT)) * _CHUNK_UNIT
     if 2 * chunk * chunk * -(-seq_len // chunk) >= seq_len * seq_len:
         chunk = seq_len
     return _chunked(q_BSHK, k_BSHK, v_BSHK, scale, window, documents, chunk)

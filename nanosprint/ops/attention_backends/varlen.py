@@ -88,7 +88,6 @@ def _register(name: str, forward: Forward, backward: Backward) -> Callable[..., 
     def save(ctx, inputs, output):
         q, k, v, cu_seqlens, *ctx.numbers = inputs
         ctx.save_for_backward(q, k, v, *output, cu_seqlens)
-        ctx.mark_non_differentiable(output[1])
 
     def differentiate(ctx, grad, _):
         return *attend_backward(grad, *ctx.saved_tensors, *ctx.numbers), None, None, None, None

@@ -1,0 +1,50 @@
+"""The orthogonalisation's own kernels: the division before it, and its loop over the products of `symmetric`."""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nanosprint.kernels.symmetric import product
+from nanosprint.kernels.tuning import full_tile, symmetric_tile
+
+_BLOCK = 4096  # elements of a program: four wide loads a thread
+
+
+@triton.jit
+def _divide_kernel(X, OUT, divisors, size, BLOCK: tl.constexpr):
+    matrix = tl.program_id(1)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    offset = matrix.to(tl.int64) * size
+    x = tl.load(X + offset + at, mask=at < size, other=0.0).to(tl.float32)
+    quotient = tl.div_rn(x, tl.load(divisors + matrix))
+    tl.store(OUT + offset + at, quotient.to(OUT.dtype.element_ty), mask=at < size)
+
+
+def divide(X: Tensor, divisors: Tensor) -> Tensor:
+    """X (B, M, N), contiguous, over divisors (B, 1, 1) in fp32, as a new tensor: torch's mixed division is slow."""
+    out, size = torch.empty_like(X), X.shape[1] * X.shape[2]
+    if X.numel():
+        with torch.cuda.device_of(X):
+            _divide_kernel[(triton.cdiv(size, _BLOCK), len(X))](X, out, divisors, size, BLOCK=_BLOCK, num_warps=8)
+    return out
+
+
+def quintic_steps(X: Tensor, coefficients: Sequence[tuple[float, float, float]], capability: tuple[int, int]) -> Tensor:
+    """X <- a X + X (b A + c A^2), A the Gram matrix of the shorter side, for each (a, b, c) in turn.
+
+    X (B, M, N) contiguous, M and N multiples of 16 bytes; only read. Returns a new tensor.
+    """
+    batch, rows, cols = X.shape
+    side, tall = min(rows, cols), rows > cols
+    small, large = symmetric_tile(side, capability), full_tile(capability)
+    A, B = X.new_empty(2, batch, side, side)
+    target, spare = torch.empty_like(X), torch.empty_like(X) if len(coefficients) > 1 else X
+    for a, b, c in coefficients:
+        product(X.mT if tall else X, X if tall else X.mT, A, small, symmetric=True)
+        product(A, A.mT, B, small, alpha=c, add=A, beta=b, symmetric=True)
+        product(X if tall else B, B if tall else X, target, large, add=X, beta=a)
+        X, target, spare = target, spare, target
+    return X
