@@ -41,7 +41,8 @@ class NgramEmbedding(nn.Module):
         """
         ids = tokens.long()
         length = ids.size(1) - max(self.spec.orders) + 1
-        out, base = [], 0
+        out: list[Tensor] = []
+        base = 0
         exact = hashed = torch.zeros_like(ids[:, :length])
         for back in range(max(self.spec.orders)):
             start = ids.size(1) - length - back
