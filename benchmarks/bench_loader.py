@@ -1,6 +1,6 @@
 """The loader without a model: tokens a second, beside the memory bandwidth of one thread.
 
-    python -m benchmarks.bench_loader [--data DIR] [--seconds 2]
+    python -m benchmarks.bench_loader --data DIR [--seconds 2]
 
 Prints one JSON object a row. `tokens_per_s` is the median over the repeats of consuming steps as fast as they come;
 `bytes_per_s` counts what a token costs at least: 2 bytes read, 4 + 8 written. The roof is numpy copying a large array.
@@ -74,7 +74,7 @@ def _seconds(work) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, default=Path("/work/shared/corpus"))
+    parser.add_argument("--data", type=Path, required=True, help="folder of GPT-2 shards")
     parser.add_argument("--seconds", type=float, default=2.0)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--device", default="cpu")

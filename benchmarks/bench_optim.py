@@ -1,16 +1,19 @@
-"""What an optimizer step costs: `python benchmarks/bench_optim.py [--device cpu|cuda] [--json FILE]`.
+"""What an optimizer step costs: `python benchmarks/bench_optim.py [--device cpu|cuda] [--muon] [--json FILE]`.
 
 On a CPU: models of 0.5 to 2 M parameters (about 30 tensors), Muon on the matrices and AdamW on the rest, with the
 share that Newton-Schulz's arithmetic takes, since the remainder is what overhead can be removed from.
 
 On a GPU: the whole Muon update of a 124M GPT-2 (12 layers of four 768 x 768 and two 3072 x 768 matrices), eager and
-compiled, beside two roofs: Newton-Schulz's operations at the matrix rate measured on the same card, and the bytes
-that the update must move. Target on an H200: 3.5 ms. AdamW on its embeddings and SOAP's step are timed as well.
+compiled, with and without the Triton kernels, beside two roofs: Newton-Schulz's operations at the matrix rate
+measured on the same card, and the bytes that the update must move. Target on an H200: 3.5 ms. "host" is the time until
+a step has been launched, which must stay below the time that it takes. AdamW on its embeddings and SOAP's step are
+timed as well, unless --muon asks for Muon alone.
 
 Times are per step: median with 20th and 80th percentile. Gradients are random (zeros run faster than real data).
 """
 
 import argparse
+import contextlib
 import json
 import platform
 import statistics
@@ -19,8 +22,11 @@ from pathlib import Path
 
 import torch
 
+from nanosprint.kernels import tuning
+from nanosprint.ops import polar
 from nanosprint.ops.polar import ORTHOGONALIZERS, orthogonalize_flops
 from nanosprint.optim import SOAP, AdamW, Muon
+from nanosprint.optim import muon as rule
 
 PEAK_BF16 = 989e12  # dense, H100 and H200 SXM by the datasheet
 
@@ -70,7 +76,23 @@ def muon_bytes(shapes):
     return sum(rows * cols for rows, cols in shapes) * (4 + 2 * 4 + 2 * 4 + 4 * 2)
 
 
-def bench_cpu(rows):
+def symmetric_flops(shapes):
+    """The same with only half of each symmetric product."""
+    return sum(5 * (3 * min(s) ** 2 * max(s) + min(s) ** 3) for s in shapes)
+
+
+@contextlib.contextmanager
+def without_kernels():
+    """cuBLAS and torch's own elementwise kernels only."""
+    kept = tuning.MEASURED, polar.has_triton, rule._fusible
+    tuning.MEASURED, polar.has_triton, rule._fusible = (), lambda: False, lambda *_: False
+    try:
+        yield
+    finally:
+        tuning.MEASURED, polar.has_triton, rule._fusible = kept
+
+
+def bench_cpu(rows, muon_alone):
     for dim, layers in ((8, 4), (128, 3), (128, 4), (192, 4)):  # the first: overhead and nothing else
         matrices, rest = gpt_shapes(dim, layers, vocab=96)
         trunk, others = make_params(matrices, "cpu"), make_params(rest, "cpu")
@@ -107,30 +129,42 @@ def copy_rate():
     return 8 * 2**28 / (1e-3 * time_ms(lambda: b.copy_(a), "cuda", 20)[0])
 
 
-def bench_cuda(rows):
+def bench_cuda(rows, muon_alone):
     matrices, rest = gpt_shapes(768, 12, vocab=50_304, positions=1024)
     rate, bandwidth = matmul_rate(), copy_rate()
     work, traffic = flops(matrices), muon_bytes(matrices)
     print(f"\n{torch.cuda.get_device_name()}: {rate / 1e12:.0f} TFLOP/s bf16, {bandwidth / 1e12:.2f} TB/s measured")
+    halved = symmetric_flops(matrices)
     print(f"Muon, {len(matrices)} matrices: {work / 1e12:.2f} TFLOP = {1e3 * work / rate:.2f} ms", end=", ")
+    print(f"with symmetry {1e3 * halved / rate:.2f} ms; ", end="")
     print(f"{traffic / 1e9:.2f} GB = {1e3 * traffic / bandwidth:.2f} ms; target 3.5 ms")
 
     def report(name, function, count=None, repeats=40):
         median, low, high = time_ms(function, "cuda", repeats)
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        function()
+        host = 1e3 * (time.perf_counter() - begin)
         speed = (count or 0) / (1e-3 * median)
         share = f"  {speed / 1e12:.0f} TFLOP/s = {speed / PEAK_BF16:.0%} of peak" if count else ""
-        print(f"  {name:34s} {median:8.3f} ms  ({low:.3f} .. {high:.3f}){share}")
-        rows.append({"name": name, "ms": median, "p20": low, "p80": high, "flops": count})
+        print(f"  {name:34s} {median:8.3f} ms  ({low:.3f} .. {high:.3f}), host {host:.2f}{share}")
+        rows.append({"name": name, "ms": median, "p20": low, "p80": high, "host_ms": host, "flops": count})
 
     stacks = [torch.randn(matrices.count(s), *s, device="cuda").bfloat16() for s in dict.fromkeys(matrices)]
-    for name, function in ORTHOGONALIZERS.items():
-        report(f"{name} alone", lambda f=function: [f(x) for x in stacks], work)
-    for dtype in (torch.float32, torch.bfloat16):
-        trunk = make_params(matrices, "cuda", dtype)
-        lr, momentum = torch.tensor(1e-4), torch.tensor(0.95)  # tensors: a changed float would recompile
-        report(f"Muon, {dtype}".replace("torch.", ""), Muon(trunk, lr=1e-4).step, work)
-        compiled = torch.compile(Muon(trunk, lr=lr, momentum=momentum).step)
-        report(f"Muon compiled, {dtype}".replace("torch.", ""), compiled, work)
+    for way, context in (("cuBLAS", without_kernels), ("Triton", contextlib.nullcontext)):
+        with context():
+            for name, function in ORTHOGONALIZERS.items():
+                report(f"{name} alone, {way}", lambda f=function: [f(x) for x in stacks], work)
+            for dtype in (torch.float32, torch.bfloat16):
+                label = f"{way}, {dtype}".replace("torch.", "")
+                trunk = make_params(matrices, "cuda", dtype)
+                report(f"Muon, {label}", Muon(trunk, lr=1e-4).step, work)
+                if way == "Triton":
+                    lr, momentum = torch.tensor(1e-4), torch.tensor(0.95)  # tensors: a changed float would recompile
+                    compiled = torch.compile(Muon(trunk, lr=lr, momentum=momentum).step)
+                    report(f"Muon compiled, {label}", compiled, work)
+    if muon_alone:
+        return
     trunk = make_params(matrices, "cuda")
     report("torch.optim.Muon", torch.optim.Muon(trunk, lr=1e-4).step, work)
     others = make_params(rest, "cuda")
@@ -146,12 +180,13 @@ def bench_cuda(rows):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--muon", action="store_true", help="on a GPU: Muon alone")
     parser.add_argument("--json", type=Path, help="write the rows here")
     args = parser.parse_args()
     torch.manual_seed(0)
     rows = []
     print(f"torch {torch.__version__}, {platform.machine()}, {torch.get_num_threads()} threads")
-    (bench_cuda if args.device == "cuda" else bench_cpu)(rows)
+    (bench_cuda if args.device == "cuda" else bench_cpu)(rows, args.muon)
     if args.json:
         args.json.write_text(json.dumps({"torch": torch.__version__, "device": args.device, "rows": rows}, indent=1))
 

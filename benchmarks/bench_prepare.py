@@ -1,8 +1,9 @@
 """`nanosprint data prepare` on real text: megabytes of text a second.
 
-    python -m benchmarks.bench_prepare [--text FILE.txt] [--megabytes 60]
+    python -m benchmarks.bench_prepare --text FILE.txt
+    python -m benchmarks.bench_prepare --corpus DIR [--megabytes 60]
 
-Without --text the text is decoded from the GPT-2 tokens of the shared corpus. Prints one JSON object a row; the time is
+With --corpus the text is decoded from a folder of GPT-2 shards. Prints one JSON object a row; the time is
 that of the whole call, loading the tokenizer, reading, and writing the shards to disk included.
 """
 
@@ -17,14 +18,12 @@ from nanosprint.data.prepare import prepare
 from nanosprint.data.shards import find_shards, open_shard
 from nanosprint.data.tokenizers import load_tokenizer
 
-CORPUS = Path("/work/shared/corpus")
 
-
-def real_text(target: Path, num_bytes: int) -> None:
-    """Write about `num_bytes` of the shared corpus as text, documents separated by lines of <|endoftext|>."""
+def real_text(corpus: Path, target: Path, num_bytes: int) -> None:
+    """Write about `num_bytes` of a folder of GPT-2 shards as text, documents separated by lines of <|endoftext|>."""
     tokenizer = load_tokenizer(None, "gpt2")
     with open(target, "wb") as file:
-        for shard in find_shards(CORPUS, "train"):
+        for shard in find_shards(corpus, "train"):
             tokens = open_shard(shard)
             for start in range(0, len(tokens), 100_000):
                 text = tokenizer.decode(tokens[start : start + 100_000].tolist())
@@ -35,7 +34,9 @@ def real_text(target: Path, num_bytes: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--text", type=Path)
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--text", type=Path)
+    source.add_argument("--corpus", type=Path)
     parser.add_argument("--megabytes", type=int, default=60)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=Path, help="append the rows to this file, with versions and commit")
@@ -43,7 +44,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         text = args.text or Path(folder) / "text.txt"
         if args.text is None:
-            real_text(text, args.megabytes * 1_000_000)
+            real_text(args.corpus, text, args.megabytes * 1_000_000)
         for kind in ("gpt2", "bytes", "chars"):
             for threads in (1, os.cpu_count() or 1):
                 runs = [

@@ -1,6 +1,7 @@
 """The command `nanosprint`. Handlers are short and import what they need when they run, so that help is instant."""
 
 import json
+import logging
 import os
 import signal
 import sys
@@ -8,7 +9,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,9 @@ DEBUG = "NANOSPRINT_DEBUG"  # in the environment, so that the processes of --gpu
 
 def main() -> None:
     """Entry point of `nanosprint` and of `python -m nanosprint`."""
+    logger = logging.getLogger("nanosprint")
+    logger.addHandler(logging.StreamHandler())
+    logger.setLevel(logging.INFO)
     sys.exit(guarded(lambda: cli.main(standalone_mode=False)))
 
 
@@ -136,7 +140,8 @@ def train(
 @click.argument("overrides", nargs=-1, metavar="[exec.KEY=VALUE]...")
 @click.option("--gpus", type=click.IntRange(1), help="Processes on this machine; may differ from before.")
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda", "mps"]))
-def resume(run: Path, overrides: tuple[str, ...], gpus: int | None, device: str | None) -> None:
+@click.option("--max-steps", type=click.IntRange(1), help="Go on to this step, beyond an earlier --max-steps.")
+def resume(run: Path, overrides: tuple[str, ...], gpus: int | None, device: str | None, max_steps: int | None) -> None:
     """Go on with the run in directory RUN from its last checkpoint, or from step 0 if it has none."""
     from nanosprint.results.record import RunRecord
     from nanosprint.results.runs import RunDir
@@ -147,6 +152,8 @@ def resume(run: Path, overrides: tuple[str, ...], gpus: int | None, device: str 
     if words:
         raise ValueError(f"a run keeps its recipe: {next(iter(words))!r} cannot be changed when it is resumed")
     request = load_request(run_dir)
+    if max_steps is not None:
+        request = replace(request, max_steps=max_steps)
     if run_dir.has_record:
         record = RunRecord.load(run_dir)
         if record.status in ("finished", "stopped") and record.steps >= request.last_step:
@@ -169,9 +176,9 @@ def sample(
     run: Path, prompt: str | None, tokens: int, temperature: float, top_k: int | None, seed: int, device: str
 ) -> None:
     """Generate text with the model of the last checkpoint in directory RUN."""
-    from nanosprint.sample import stream_text
+    from nanosprint.sample import continue_text
 
-    pieces = stream_text(
+    pieces = continue_text(
         run, prompt=prompt, num_tokens=tokens, temperature=temperature, top_k=top_k, seed=seed, device=device
     )
     for text in pieces:

@@ -10,7 +10,7 @@ class DivergedError(RuntimeError):
 
     def __init__(self, step: int, loss: float) -> None:
         super().__init__(
-            f"the training loss became {loss} at step {step}: lower the learning rates (groups.N.lr) or look at the "
+            f"the loss became {loss} at step {step}: lower the learning rates (groups.N.lr) or look at the "
             "data; the last good checkpoint is kept"
         )
         self.step = step

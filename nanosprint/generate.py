@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from nanosprint.errors import UserError
+from nanosprint.model.context import NO_CONTEXT, Context
 from nanosprint.model.gpt import GPT
 
 
@@ -19,30 +20,32 @@ def generate(
     temperature: float = 1.0,
     top_k: int | None = None,
     seed: int = 0,
+    context: Context = NO_CONTEXT,
 ) -> Iterator[int]:
     """Yield `num_tokens` ids that continue `prompt`; the same seed gives the same ids.
 
     vocab_size: ids the tokenizer knows; a softmax may have more columns, which are never drawn. temperature 0 takes
-    the likeliest token. The context is what the model was trained with: when it is full, the older half of it is
-    dropped and the rest is read again. Raises UserError for settings out of range.
+    the likeliest token. context: the windows of attention, where the model has such. The model sees as many tokens as
+    it was trained with: then the older half of them is dropped and the rest is read again. Raises UserError for
+    settings out of range.
     """
     _check(prompt, num_tokens, vocab_size, temperature, top_k)
     device = model.embed.weight.device
     generator = torch.Generator().manual_seed(seed)
-    context, history = model.config.seq_len, model.config.history
+    capacity, history = model.config.seq_len, model.config.history
     ids = [0] * history + list(prompt)  # zeros are what the loader puts before a text's first token, too
-    unread, held = min(len(prompt), context), 0  # tokens that the caches still have to take, and that they hold
-    caches = model.new_caches(1, context)
+    unread, held = min(len(prompt), capacity), 0  # tokens that the caches still have to take, and that they hold
+    caches = model.new_caches(1, capacity)
     for _ in range(num_tokens):
-        logits = model(torch.tensor([ids[-history - unread :]], device=device), caches)[0, -1]
+        logits = model(torch.tensor([ids[-history - unread :]], device=device), context, caches)[0, -1]
         token = draw(logits[:vocab_size], temperature, top_k, generator)
         yield token
         ids.append(token)
         held += unread
         unread = 1
-        if held == context:
-            caches = model.new_caches(1, context)
-            unread, held = max(1, context // 2), 0
+        if held == capacity:
+            caches = model.new_caches(1, capacity)
+            unread, held = max(1, capacity // 2), 0
 
 
 def draw(logits_V: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:

@@ -60,6 +60,8 @@ def _worker(request: dict[str, Any], path: str, resume: bool, started: float) ->
 
     # A mistake usually stops every process. The main one tells it at once and the launcher then ends the others, which
     # wait their turn; one that failed alone gets to speak.
-    code = guarded(work, patience_s=0.0 if main else 3.0)
+    code = guarded(work, patience_s=0.0 if main else 10.0)
     if code:
-        sys.exit(code)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)  # an orderly end takes seconds on a busy machine, and the others wait for it

@@ -1,15 +1,14 @@
 """Text from the model of a run: `nanosprint sample`."""
 
-import codecs
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
-from nanosprint.data.datasets import ensure_dataset
-from nanosprint.data.tokenizers import load_tokenizer
+from nanosprint.data.tokenizers import load_tokenizer, stream_text
 from nanosprint.errors import UserError
 from nanosprint.generate import generate
+from nanosprint.model.context import NO_CONTEXT, Context
 from nanosprint.model.gpt import GPT
 from nanosprint.results.runs import RunDir
 from nanosprint.training import checkpoint
@@ -32,7 +31,7 @@ def load_model(run: str | Path, device: str = "cpu") -> tuple[GPT, RunRequest]:
     return model.to(device=pick_device(device), dtype=torch.float32).eval(), request
 
 
-def stream_text(
+def continue_text(
     run: str | Path,
     *,
     prompt: str | None,
@@ -48,8 +47,7 @@ def stream_text(
     for a prompt with characters that the tokenizer does not have.
     """
     model, request = load_model(run, device)
-    folder = ensure_dataset(request.recipe.data.name, None if request.data is None else Path(request.data))
-    tokenizer = load_tokenizer(folder, request.recipe.data.tokenizer)
+    tokenizer = load_tokenizer(Path(run), request.recipe.data.tokenizer)  # training put it beside the checkpoints
     if prompt is None:
         ids = [tokenizer.bos] if tokenizer.bos is not None else tokenizer.encode("\n").tolist()
     else:
@@ -57,7 +55,8 @@ def stream_text(
         if tokenizer.bos is not None:
             ids = [tokenizer.bos, *ids]
         yield prompt
-    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    recipe = request.recipe
+    windows = recipe.plan(recipe.train.num_steps - 1).windows
     tokens = generate(
         model,
         ids,
@@ -66,7 +65,6 @@ def stream_text(
         temperature=temperature,
         top_k=top_k,
         seed=seed,
+        context=NO_CONTEXT if windows is None else Context(short=windows.short, long=windows.long),
     )
-    for token in tokens:
-        yield decoder.decode(tokenizer.token_bytes(token))
-    yield decoder.decode(b"", final=True)
+    yield from stream_text(tokenizer, tokens)

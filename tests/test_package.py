@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "data": set(),
     "results": set(),
     "model": {"ops"},
-    "optim": {"ops"},
+    "optim": {"ops", "kernels"},
     "training": {"ops", "model", "optim", "data", "results"},
 }
 FREE = {"config", "errors", "files", "extras", "nanosprint"}

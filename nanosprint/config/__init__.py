@@ -13,7 +13,7 @@ from nanosprint.config.model import (
     SoftcapSpec,
 )
 from nanosprint.config.recipe import DataConfig, EvalConfig, Execution, Precision, Recipe, TrainConfig
-from nanosprint.config.schedule import LRSchedule, MomentumSchedule, Schedule, StepPlan
+from nanosprint.config.schedule import LRSchedule, MomentumSchedule, Schedule, StepPlan, Windows, WindowSchedule
 
 __all__ = [
     "AdamConfig",
@@ -40,4 +40,6 @@ __all__ = [
     "SoftcapSpec",
     "StepPlan",
     "TrainConfig",
+    "WindowSchedule",
+    "Windows",
 ]

@@ -13,9 +13,17 @@ Activation = Literal["gelu", "gelu_tanh", "relu2"]
 
 @dataclass(frozen=True, kw_only=True)
 class AttnSpec:
-    """Causal self-attention. `value_residual` mixes the first layer's values into this layer's own."""
+    """Causal self-attention.
 
+    `window` names one of the schedule's windows, "full" sees everything before. `value_residual` mixes the first
+    layer's values into this layer's own; `value_scale` multiplies them by a learned number that starts there;
+    `value_table` adds rows of that token table, weighted by a learned number that starts at 0.5.
+    """
+
+    window: Literal["full", "short", "long"] = "full"
     value_residual: bool = False
+    value_scale: float | None = None
+    value_table: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +66,7 @@ class RotarySpec:
 
 @dataclass(frozen=True, kw_only=True)
 class SoftcapSpec:
-    """Keeps logits in a range: `cap * tanh(z / cap)`, or `scale * sigmoid((z + shift) / width)`."""
+    """Keeps logits in a range: `cap * tanh(z / cap)`, or `cap * sigmoid((z + shift) / width)`."""
 
     kind: Literal["tanh", "sigmoid"] = "tanh"
     cap: float = 30.0
@@ -108,7 +116,9 @@ class ModelConfig:
     tied_head: bool = False
     embed_norm: bool = True
     x0_skip: bool = False
+    value_tables: int = 0
     ngrams: NgramSpec | None = None
+    document_start: int | None = None  # the token that starts a document; attention then stays within documents
     softcap: SoftcapSpec | None = None
     init: InitSpec = InitSpec()
 
@@ -155,6 +165,15 @@ class ModelConfig:
         self._validate_values()
 
     def _validate_values(self) -> None:
+        for i, layer in enumerate(self.layers):
+            table = None if layer.mixer is None else layer.mixer.value_table
+            if table is not None and not 0 <= table < self.value_tables:
+                raise ValueError(
+                    f"model.layers.{i}.mixer.value_table={table}, but model.value_tables={self.value_tables}: "
+                    "tables count from 0"
+                )
+        if self.value_tables and self.tied_head:
+            raise ValueError("model.value_tables wants an embedding with a rate of its own: set model.tied_head=false")
         mixers = [(i, layer.mixer) for i, layer in enumerate(self.layers) if layer.mixer is not None]
         if mixers and mixers[0][1].value_residual:
             raise ValueError(

@@ -9,7 +9,7 @@ import json
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, Literal
 
-from nanosprint.config.edit import to_dict
+from nanosprint.config.edit import from_dict, to_dict
 from nanosprint.config.groups import ParamGroup
 from nanosprint.config.model import ModelConfig
 from nanosprint.config.schedule import STEPS, Schedule, StepPlan, steps_field
@@ -28,6 +28,7 @@ class DataConfig:
     name: str  # a folder under data/, unless --data names another place
     tokenizer: Literal["gpt2", "chars", "bytes"] = "gpt2"
     order: Literal["sequential", "shuffled"] = "sequential"
+    mean_document: int = 128  # documents are at least this long on average: makes room for their ends
     epochs: float = 1.0  # passes over the training tokens that are allowed; more data than that is an error
 
 
@@ -84,13 +85,14 @@ class Recipe:
 
     def plan(self, step: int) -> StepPlan:
         """What happens at `step`, 0 .. num_steps - 1."""
-        num_steps, momentum = self.train.num_steps, self.schedule.momentum
+        num_steps, momentum, windows = self.train.num_steps, self.schedule.momentum, self.schedule.windows
         return StepPlan(
             step=step,
             lr_factor=self.schedule.lr.factor(step, num_steps),
             momentum=None if momentum is None else momentum.value(step, num_steps),
             batch_tokens=self.train.batch_tokens,
             seq_len=self.model.seq_len,
+            windows=None if windows is None else windows.windows(step, num_steps),
         )
 
     @property
@@ -101,7 +103,8 @@ class Recipe:
     @property
     def hash(self) -> str:
         """Twelve hexadecimal digits that identify the mathematics; the name and the source do not count."""
-        mathematics = to_dict(self, hashed_only=True)
+        as_read_back = from_dict(Recipe, to_dict(self))  # where a float was given as 1, it is 1.0 now
+        mathematics = to_dict(as_read_back, hashed_only=True)
         del mathematics["name"], mathematics["source"]
         return hashlib.sha256(json.dumps(mathematics, sort_keys=True).encode()).hexdigest()[:12]
 
@@ -119,6 +122,12 @@ class Recipe:
         self.schedule.validate(self.train.num_steps)
         self._validate_batch()
         self._validate_eval()
+        self._validate_windows()
+        if self.train.grad_clip is not None and self.model.ngrams is not None:
+            raise ValueError(
+                f"train.grad_clip={self.train.grad_clip} cannot be had with model.ngrams, whose gradients are sparse: "
+                "set one of them to none"
+            )
         if not self.groups:
             raise ValueError("groups is empty: no parameter would ever be updated")
         if self.data.epochs <= 0:
@@ -136,6 +145,14 @@ class Recipe:
                 f"train.batch_tokens={batch} is not a multiple of train.lanes x model.seq_len = {lanes} x {seq_len}: "
                 f"the nearest that fits is {nearest}"
             )
+
+    def _validate_windows(self) -> None:
+        for i, layer in enumerate(self.model.layers):
+            if layer.mixer is not None and layer.mixer.window != "full" and self.schedule.windows is None:
+                raise ValueError(
+                    f"model.layers.{i}.mixer.window={layer.mixer.window}, but no schedule.windows says how far: "
+                    'set it, for example to {"start": 1024, "end": 1024}'
+                )
 
     def _validate_eval(self) -> None:
         seq_len, stride = self.eval.seq_len, self.eval.stride
@@ -171,7 +188,7 @@ def _scale_steps(config: Any, num_steps: int, old: int) -> Any:
     for f in fields(config):
         value = getattr(config, f.name)
         if f.metadata.get("unit") == STEPS["unit"]:
-            changes[f.name] = 0 if value == 0 else max(1, round(value * num_steps / old))
+            changes[f.name] = value * num_steps // old  # rounded down, so that parts still fit into the whole
         elif is_dataclass(value):
             changes[f.name] = _scale_steps(value, num_steps, old)
     return replace(config, **changes)

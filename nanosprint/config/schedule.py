@@ -21,7 +21,7 @@ def steps_field(default: int = 0) -> Any:
 class LRSchedule:
     """The factor on every learning rate: linear warm-up, then a cosine or a flat part with a linear cool-down.
 
-    "cosine" falls from 1 at the end of the warm-up to `floor` at the last step. "trapezoid" (also called
+    "cosine" falls from 1 at the end of the warm-up to `floor` just after the last step. "trapezoid" (also called
     warmup-stable-decay; Hägele et al. 2024, arXiv:2405.18392) stays at 1 and falls linearly to `floor` over the last
     `cooldown_steps`.
     """
@@ -63,6 +63,35 @@ class MomentumSchedule:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Windows:
+    """How many tokens to the left attention sees in layers with a short and with a long window."""
+
+    short: int
+    long: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class WindowSchedule:
+    """Windows that grow with training, on a straight line from `start` to `end` tokens in whole blocks.
+
+    The short window is `short_fraction` of the long one, at least a block. (Speedrun records #13 and #20.)
+    """
+
+    start: int
+    end: int
+    block: int = 64
+    rounding: Literal["down", "up"] = "down"
+    short_fraction: float = 1.0
+
+    def windows(self, step: int, num_steps: int) -> Windows:
+        exact = self.start + (self.end - self.start) * step / num_steps
+        blocks = math.floor(exact / self.block) if self.rounding == "down" else math.ceil(exact / self.block)
+        long = max(1, blocks)
+        short = max(1, math.floor(long * self.short_fraction))
+        return Windows(short=short * self.block, long=long * self.block)
+
+
+@dataclass(frozen=True, kw_only=True)
 class StepPlan:
     """All that a step needs to know besides its data."""
 
@@ -71,6 +100,7 @@ class StepPlan:
     momentum: float | None  # None: every Muon group uses its own
     batch_tokens: int
     seq_len: int
+    windows: Windows | None  # None: the recipe has none
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +109,7 @@ class Schedule:
 
     lr: LRSchedule = LRSchedule()
     momentum: MomentumSchedule | None = None
+    windows: WindowSchedule | None = None
 
     def validate(self, num_steps: int) -> None:
         for name, curve in (("lr", self.lr), ("momentum", self.momentum)):

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nanosprint.data.documents import DocumentEnds, document_ends, slots
 from nanosprint.data.order import Position, make_order
 from nanosprint.data.shards import ShardError, open_shard
 
@@ -46,6 +47,7 @@ class Batch(NamedTuple):
 
     tokens: Tensor
     targets: Tensor
+    documents: DocumentEnds | None = None  # where the caller gave a document_start
 
 
 @dataclass
@@ -67,6 +69,8 @@ class _Assembled:
     step: int
     tokens: Tensor  # (micro-steps, B, history + S) int32
     targets: Tensor  # (micro-steps, B, S) int64
+    ends: Tensor | None  # (micro-steps, D) int32
+    longest: list[int]
     state_after: dict[str, Any]
     ready: "torch.cuda.Event | None" = None
 
@@ -96,6 +100,8 @@ class TokenLoader:
         seed: int = 0,
         epochs: float = 1.0,
         history: int = 0,
+        document_start: int | None = None,
+        mean_document: int = 128,
         device: torch.device | str = "cpu",
         start_step: int | None = None,
         state: dict[str, Any] | None = None,
@@ -109,6 +115,7 @@ class TokenLoader:
         self._lanes, self._k, self._rank, self._world_size = lanes, lanes_per_microbatch, rank, world_size
         self._plan, self._num_steps, self._vocab_size = plan, num_steps, vocab_size
         self._reader = _Reader(shards, vocab_size, history)
+        self._document_start, self._mean_document = document_start, mean_document
         self._order_name, self._seed = order, seed
         self._order = make_order(order, self._reader.counts, seed)
         self._identity = self._make_identity()
@@ -160,6 +167,11 @@ class TokenLoader:
         elif tokens.device.type != self.device.type:
             tokens, targets = tokens.to(self.device), targets.to(self.device)
         batches = [Batch(*pair) for pair in zip(tokens.unbind(), targets.unbind(), strict=True)]
+        if item.ends is not None:
+            # A few hundred numbers: their copy rides along with the step rather than in the ring.
+            ends = item.ends.to(self.device, non_blocking=True).unbind()
+            documents = (DocumentEnds(*pair) for pair in zip(ends, item.longest, strict=True))
+            batches = [b._replace(documents=d) for b, d in zip(batches, documents, strict=True)]
         return StepData(item.step, batches, item.state_after, waited)
 
     # --- before the first step ---
@@ -250,6 +262,7 @@ class TokenLoader:
         for m in range(self.micro_steps):
             chosen = self._order.rows(start, (m * self._world_size + self._rank) * rows, rows, seq_len)
             self._reader.read(chosen.shards, chosen.offsets, tokens[m].numpy(), targets[m].numpy())
+        ends, longest = self._find_documents(tokens, seq_len)
         self._position = self._order.advance(start, batch_tokens, seq_len)
         state = {
             **self._identity,
@@ -258,8 +271,21 @@ class TokenLoader:
             "epochs_read": self._order.passes(self._position, seq_len),
         }
         if self._ring is None or slot is None:
-            return _Assembled(step, tokens, targets, state)
-        return _Assembled(step, *self._ring.copy(slot, tokens, targets), state, slot.copied)
+            return _Assembled(step, tokens, targets, ends, longest, state)
+        return _Assembled(step, *self._ring.copy(slot, tokens, targets), ends, longest, state, slot.copied)
+
+    def _find_documents(self, tokens: Tensor, seq_len: int) -> tuple[Tensor | None, list[int]]:
+        if self._document_start is None:
+            return None, []
+        own = tokens[:, :, self._reader.history :].numpy()
+        ends = torch.empty((len(own), slots(own.shape[1], seq_len, self._mean_document)), dtype=torch.int32)
+        if self._ring is not None:
+            ends = ends.pin_memory()
+        longest = [
+            document_ends(rows, self._document_start, self._mean_document, out)
+            for rows, out in zip(own, ends.numpy(), strict=True)
+        ]
+        return ends, longest
 
     def _buffers(self, rows: tuple[int, int], seq_len: int) -> "tuple[Tensor, Tensor, _Slot | None]":
         tokens, targets = (*rows, self._reader.history + seq_len), (*rows, seq_len)
@@ -385,6 +411,8 @@ def validation_batches(
     world_size: int = 1,
     vocab_size: int,
     history: int = 0,
+    document_start: int | None = None,
+    mean_document: int = 128,
     device: torch.device | str = "cpu",
 ) -> Iterator[Batch]:
     """This rank's part of validation: over all ranks each of the first `tokens` targets (None: all) is scored once.
@@ -410,7 +438,13 @@ def validation_batches(
         mine = range(rank * rows_per_rank, (rank + 1) * rows_per_rank)
         for first in mine[::rows_per_batch]:
             count = min(rows_per_batch, mine.stop - first)
-            yield Batch(*(t.to(device) for t in windows.batch(first, count, rows_per_batch)))
+            tokens, targets = windows.batch(first, count, rows_per_batch)
+            documents = None
+            if document_start is not None:
+                ends = torch.empty(slots(rows_per_batch, seq_len, mean_document), dtype=torch.int32)
+                longest = document_ends(tokens[:, history:].numpy(), document_start, mean_document, ends.numpy())
+                documents = DocumentEnds(ends.to(device), longest)
+            yield Batch(tokens.to(device), targets.to(device), documents)
 
     return batches()
 

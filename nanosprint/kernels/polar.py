@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanosprint.kernels.symmetric import product
+from nanosprint.kernels.symmetric import Operand, product
 from nanosprint.kernels.tuning import full_tile, symmetric_tile
 
 _BLOCK = 4096  # elements of a program: four wide loads a thread
@@ -40,11 +40,13 @@ def quintic_steps(X: Tensor, coefficients: Sequence[tuple[float, float, float]],
     batch, rows, cols = X.shape
     side, tall = min(rows, cols), rows > cols
     small, large = symmetric_tile(side, capability), full_tile(capability)
-    A, B = X.new_empty(2, batch, side, side)
-    target, spare = torch.empty_like(X), torch.empty_like(X) if len(coefficients) > 1 else X
+    A, B = (Operand(half) for half in X.new_empty(2, batch, side, side))
+    source, target = Operand(X), Operand(torch.empty_like(X))
+    spare = Operand(torch.empty_like(X)) if len(coefficients) > 1 else source
     for a, b, c in coefficients:
-        product(X.mT if tall else X, X if tall else X.mT, A, small, symmetric=True)
-        product(A, A.mT, B, small, alpha=c, add=A, beta=b, symmetric=True)
-        product(X if tall else B, B if tall else X, target, large, add=X, beta=a)
-        X, target, spare = target, spare, target
-    return X
+        product(source, source, A, small, turn_p=tall, turn_q=not tall, symmetric=True)
+        product(A, A, B, small, turn_q=True, alpha=c, add=A, beta=b, symmetric=True)
+        left, right = (source, B) if tall else (B, source)
+        product(left, right, target, large, add=source, beta=a)
+        source, target, spare = target, spare, target
+    return source.X

@@ -2,12 +2,14 @@
 
 A symmetric result costs little more than half: only tiles on or below the diagonal are computed, and each is stored
 twice, as it is and transposed, which also makes the result symmetric bit for bit. A Gram matrix X X^T is P = X and
-Q = X^T as a view: tiles are read the way the operand lies in memory and turned in shared memory.
+Q = X^T; tiles are read the way the operand lies in memory and turned in shared memory.
 
 The added matrix is read in the epilogue, while the product is still fp32, so that there is one rounding; cuBLAS would
 first copy C to OUT. Tiles move through tensor descriptors (on Hopper by the copy engine: 6 to 12 % faster than loads
 through pointers), which fill what lies outside a matrix with zeros, so no edge needs a mask.
 """
+
+from typing import Any
 
 import torch
 import triton
@@ -36,7 +38,7 @@ def _grouped(index, tiles_m, tiles_n, GROUP: tl.constexpr):
     return group * GROUP + inside % height, inside // height
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "N", "K"])
 def _product_kernel(
     P, Q, C, OUT, alpha, beta, M, N, K,
     SYMMETRIC: tl.constexpr, ADD: tl.constexpr, TURN_P: tl.constexpr, TURN_Q: tl.constexpr,
@@ -68,35 +70,65 @@ def _product_kernel(
         OUT.store([batch, n, m], result.T.reshape(1, BLOCK_N, BLOCK_M))
 
 
-def product(
-    P: Tensor, Q: Tensor, out: Tensor, tile: Tile, *,
-    alpha: float = 1.0, add: Tensor | None = None, beta: float = 0.0, symmetric: bool = False,
-) -> Tensor:  # fmt: skip
-    """out <- alpha P Q + beta add, accumulated in fp32 and rounded once; returns out.
+class Operand:
+    """A batch of matrices with the tensor descriptors made for it so far: making one costs as much as half a launch.
 
-    P (B, M, K), Q (B, K, N), add and out (B, M, N), of one dtype; out overlaps no other. P and Q may be transposed
-    views; apart from that, inner strides are 1 and all others and the addresses multiples of 16 bytes (`aligned`).
-    With symmetric=True the caller promises that the result is, and the tile must be square.
+    X (B, rows, cols): inner stride 1, all other strides and the address multiples of 16 bytes.
     """
-    (batch, M, K), N = P.shape, Q.shape[2]
-    assert not symmetric or (M == N and tile.m == tile.n), (P.shape, Q.shape, tile)
-    if out.numel() == 0:
-        return out
-    turn_p, turn_q = P.stride(2) != 1, Q.stride(2) != 1
-    left = _tiles(P.mT, tile.k, tile.m) if turn_p else _tiles(P, tile.m, tile.k)
-    right = _tiles(Q.mT, tile.n, tile.k) if turn_q else _tiles(Q, tile.k, tile.n)
-    target = _tiles(out, tile.m, tile.n)
+
+    def __init__(self, X: Tensor) -> None:
+        self.X = X
+        self._tiles: dict[tuple[int, int], TensorDescriptor] = {}
+
+    def tiles(self, rows: int, cols: int) -> TensorDescriptor:
+        """The descriptor that moves tiles of rows x cols."""
+        found = self._tiles.get((rows, cols))
+        if found is None:
+            found = TensorDescriptor(self.X, list(self.X.shape), list(self.X.stride()), [1, rows, cols])
+            self._tiles[rows, cols] = found
+        return found
+
+
+def product(
+    P: Operand, Q: Operand, out: Operand, tile: Tile, *, turn_p: bool = False, turn_q: bool = False,
+    alpha: float = 1.0, add: Operand | None = None, beta: float = 0.0, symmetric: bool = False,
+) -> None:  # fmt: skip
+    """out <- alpha P Q + beta add, accumulated in fp32 and rounded once.
+
+    turn_p puts P^T in the place of P, turn_q Q^T in that of Q. Shapes after turning: P (B, M, K), Q (B, K, N), add and
+    out (B, M, N); one dtype; out overlaps no other. With symmetric=True the caller promises that the result is, and the
+    tile must be square.
+    """
+    batch, M, N = out.X.shape
+    K = P.X.shape[1 if turn_p else 2]
+    assert not symmetric or (M == N and tile.m == tile.n), (out.X.shape, tile)
+    assert Q.X.shape[2 if turn_q else 1] == K, (P.X.shape, Q.X.shape, turn_p, turn_q)
+    if out.X.numel() == 0:
+        return
+    left = P.tiles(tile.k, tile.m) if turn_p else P.tiles(tile.m, tile.k)
+    right = Q.tiles(tile.n, tile.k) if turn_q else Q.tiles(tile.k, tile.n)
+    target = out.tiles(tile.m, tile.n)
+    added = target if add is None else add.tiles(tile.m, tile.n)
+    flags = (symmetric, add is not None, turn_p, turn_q, tile.m, tile.n, tile.k, 8)
     rows, cols = triton.cdiv(M, tile.m), triton.cdiv(N, tile.n)
-    with torch.cuda.device_of(out):  # Triton launches on the current device
-        _product_kernel[(rows * (rows + 1) // 2 if symmetric else rows * cols, batch)](
-            left, right, target if add is None else _tiles(add, tile.m, tile.n), target,
-            float(alpha), float(beta), M, N, K,
-            SYMMETRIC=symmetric, ADD=add is not None, TURN_P=turn_p, TURN_Q=turn_q,
-            BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=tile.k, GROUP=8,
-            num_stages=tile.stages, num_warps=tile.warps,
+    with torch.cuda.device_of(out.X):  # Triton launches on the current device
+        _launch(
+            (rows * (rows + 1) // 2 if symmetric else rows * cols, batch, 1),
+            (left, right, added, target, float(alpha), float(beta), M, N, K, *flags), tile,
+            (out.X.device, out.X.dtype, flags, tile),
         )  # fmt: skip
-    return out
 
 
-def _tiles(X: Tensor, rows: int, cols: int) -> TensorDescriptor:
-    return TensorDescriptor(X, list(X.shape), list(X.stride()), [1, rows, cols])
+_compiled: dict[tuple[Any, ...], Any] = {}
+
+
+def _launch(grid: tuple[int, int, int], args: tuple[Any, ...], tile: Tile, key: tuple[Any, ...]) -> None:
+    """Launch the kernel that was compiled for `key`, which names all that its code depends on.
+
+    To find it, Triton would examine every argument again, in about the time that the smaller products take.
+    """
+    kernel = _compiled.get(key)
+    if kernel is None:  # the interpreter, which compiles nothing, stays on this side
+        _compiled[key] = _product_kernel[grid](*args, num_stages=tile.stages, num_warps=tile.warps)
+    else:
+        kernel[grid](*args)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from nanosprint.config.model import AttnSpec, ModelConfig
+from nanosprint.model.context import Context
 from nanosprint.model.linear import init_linear, init_projection, linear
 from nanosprint.model.norm import rms_norm
 from nanosprint.model.roles import Role
@@ -42,6 +43,8 @@ class SelfAttention(nn.Module):
         "qkv_bias": Role("vector.bias"),
         "out_bias": Role("vector.bias"),
         "value_mix": Role("scalar.value_mix"),
+        "value_scale": Role("scalar.value_scale"),
+        "table_weight": Role("scalar.table_weight"),
     }
 
     def __init__(
@@ -62,13 +65,15 @@ class SelfAttention(nn.Module):
         self.out_bias = nn.Parameter(torch.zeros(config.dim)) if config.bias else None
         # Share of the first layer's values (value residual: Zhou et al. 2024, arXiv:2410.17897).
         self.value_mix = nn.Parameter(torch.tensor(0.5)) if spec.value_residual else None
+        self.value_scale = None if spec.value_scale is None else nn.Parameter(torch.tensor(spec.value_scale))
+        self.table_weight = None if spec.value_table is None else nn.Parameter(torch.tensor(0.5))
 
     def init_weights(self, generator: torch.Generator) -> None:
         init_linear(self.qkv, self.config.init, generator)
         init_projection(self.out, self.config.init, generator, self.config.num_layers)
 
     def forward(
-        self, x_BSD: Tensor, first_values: Tensor | None = None, cache: KVCache | None = None
+        self, x_BSD: Tensor, context: Context, first_values: Tensor | None = None, cache: KVCache | None = None
     ) -> tuple[Tensor, Tensor]:
         """Returns the mixed tokens and this layer's own values (B, S, H, K), which later layers may want."""
         B, S, D = x_BSD.shape
@@ -84,7 +89,13 @@ class SelfAttention(nn.Module):
         if self.value_mix is not None:
             assert first_values is not None, "the recipe was validated: an earlier layer has values"
             v = torch.lerp(v, first_values, self.value_mix.to(v.dtype))
+        if self.value_scale is not None:
+            v = self.value_scale.to(v.dtype) * v
+        if self.table_weight is not None:
+            assert self.spec.value_table is not None
+            assert context.tables is not None
+            v = v + self.table_weight.to(v.dtype) * context.tables[self.spec.value_table].view(heads)
         if cache is not None:
             k, v = cache.append(k, v)
-        y = self.attend(q, k, v, self.scale, None)
+        y = self.attend(q, k, v, self.scale, context.window(self.spec.window), context.documents)
         return linear(y.reshape(B, S, D), self.out, self.out_bias), own_values

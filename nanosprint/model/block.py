@@ -5,6 +5,7 @@ from torch import Tensor, nn
 
 from nanosprint.config.model import LayerSpec, ModelConfig
 from nanosprint.model.attention import KVCache, SelfAttention
+from nanosprint.model.context import Context
 from nanosprint.model.mlp import MLP
 from nanosprint.model.norm import build_norm
 from nanosprint.model.roles import Role
@@ -42,6 +43,7 @@ class Block(nn.Module):
     def forward(
         self,
         x_BSD: Tensor,
+        context: Context,
         x0_BSD: Tensor,
         taps: dict[str, Tensor],
         first_values: Tensor | None,
@@ -56,7 +58,7 @@ class Block(nn.Module):
             keep, inject = self.entry.to(x.dtype).unbind()
             x = keep * x + inject * x0_BSD
         if self.spec.mixer is not None:
-            mixed, values = self.mixer(self.mixer_norm(x).to(self.compute_dtype), first_values, cache)
+            mixed, values = self.mixer(self.mixer_norm(x).to(self.compute_dtype), context, first_values, cache)
             x = x + self.config.attn_branch_scale * mixed if self.config.attn_branch_scale != 1 else x + mixed
         if self.spec.mlp is not None:
             x = x + self.mlp(self.mlp_norm(x).to(self.compute_dtype))

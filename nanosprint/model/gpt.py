@@ -11,10 +11,12 @@ from torch import Tensor, nn
 from nanosprint.config.model import ModelConfig
 from nanosprint.model.attention import KVCache
 from nanosprint.model.block import Block
+from nanosprint.model.context import NO_CONTEXT, Context
 from nanosprint.model.embedding import Embedding
 from nanosprint.model.head import Head
 from nanosprint.model.norm import build_norm
 from nanosprint.model.rotary import Rotary
+from nanosprint.model.techniques.value_tables import ValueTables
 from nanosprint.ops.attention import backend
 
 
@@ -44,6 +46,7 @@ class GPT(nn.Module):
         self.layers = nn.ModuleList(
             Block(config, spec, rotary, attend, compute_dtype, self.stream_dtype) for spec in config.layers
         )
+        self.value_tables = ValueTables(config) if config.value_tables else None
         self.norm = build_norm(config)
         self.head = Head(config)
 
@@ -55,24 +58,30 @@ class GPT(nn.Module):
             if module is not self and initialize is not None:
                 initialize(generator)
 
-    def hidden(self, tokens: Tensor, caches: list[KVCache | None] | None = None) -> Tensor:
+    def hidden(
+        self, tokens: Tensor, context: Context = NO_CONTEXT, caches: list[KVCache | None] | None = None
+    ) -> Tensor:
         """Normed output (B, S, D) of the last layer. With caches, the tokens follow those that the caches hold."""
         start = next((c.length for c in caches or [] if c is not None), 0)
         x = x0 = self.embed(tokens, self.stream_dtype, start)
+        if self.value_tables is not None:
+            context = context._replace(tables=self.value_tables(tokens[:, self.config.history :], self.compute_dtype))
         taps: dict[str, Tensor] = {}
         first_values: Tensor | None = None
         for i, layer in enumerate(self.layers):
-            x, values = layer(x, x0, taps, first_values, None if caches is None else caches[i])
+            x, values = layer(x, context, x0, taps, first_values, None if caches is None else caches[i])
             first_values = values if first_values is None else first_values
         return self.norm(x).to(self.compute_dtype)
 
-    def forward(self, tokens: Tensor, caches: list[KVCache | None] | None = None) -> Tensor:
+    def forward(
+        self, tokens: Tensor, context: Context = NO_CONTEXT, caches: list[KVCache | None] | None = None
+    ) -> Tensor:
         """Logits (B, S, V) in fp32 for tokens (B, history + S) of any integer dtype; see `ModelConfig.history`."""
-        return self.head(self.hidden(tokens, caches), self.embed.weight)
+        return self.head(self.hidden(tokens, context, caches), self.embed.weight)
 
-    def loss_sum(self, tokens: Tensor, targets_BS: Tensor) -> Tensor:
+    def loss_sum(self, tokens: Tensor, targets_BS: Tensor, context: Context = NO_CONTEXT) -> Tensor:
         """Cross-entropy of int64 targets (B, S) in nats, summed; a target of -1 does not count."""
-        return self.head.loss_sum(self.hidden(tokens), targets_BS, self.embed.weight)
+        return self.head.loss_sum(self.hidden(tokens, context), targets_BS, self.embed.weight)
 
     def extend(self, seq_len: int) -> None:
         """Make positions reach `seq_len` tokens. Raises ValueError where learned positions end earlier."""
@@ -100,7 +109,8 @@ class GPT(nn.Module):
         A multiply-add counts 2, the backward pass twice the forward; look-ups count nothing (PaLM's convention,
         Chowdhery et al. 2022, arXiv:2204.02311, but with causal attention counted as the half that it is).
         """
-        matrices = sum(p.numel() for n, p in self.named_parameters() if p.ndim == 2 and not n.startswith("embed."))
+        tables = ("embed.", "value_tables.")
+        matrices = sum(p.numel() for n, p in self.named_parameters() if p.ndim == 2 and not n.startswith(tables))
         matrices += self.config.vocab_size * self.config.dim if self.config.tied_head else 0
         mixers = sum(spec.mixer is not None for spec in self.config.layers)
         return 6.0 * matrices + mixers * 12.0 * self.config.dim * (seq_len + 1) / 2

@@ -9,6 +9,7 @@ from nanosprint.model.linear import init_linear, linear
 from nanosprint.model.roles import Role
 
 NOT_SCORED = -1  # target of a position that does not count
+_LOGITS_AT_ONCE = {True: 2**30, False: 2**26}  # in validation, on CUDA and elsewhere
 _ALIGN = 64  # tensor cores want vocabulary columns in multiples of this
 
 
@@ -49,14 +50,23 @@ class Head(nn.Module):
 
     def loss_sum(self, x_BSD: Tensor, targets_BS: Tensor, tied: Tensor) -> Tensor:
         """Cross-entropy in nats, summed over the targets that count (those not NOT_SCORED)."""
+        x, targets = x_BSD.flatten(0, -2), targets_BS.flatten()
+        if torch.is_grad_enabled():
+            return self._loss_sum(x, targets, tied)
+        # Validation may have rows far longer than training's: their logits are made a part at a time.
+        chunk = max(1, _LOGITS_AT_ONCE[x.is_cuda] // self.config.vocab_size)
+        parts = zip(x.split(chunk), targets.split(chunk), strict=True)
+        return torch.stack([self._loss_sum(*part, tied) for part in parts]).sum()
+
+    def _loss_sum(self, x_TD: Tensor, targets_T: Tensor, tied: Tensor) -> Tensor:
         weight = tied if self.weight is None else self.weight
-        extra = -weight.size(0) % _ALIGN if x_BSD.is_cuda else 0
+        extra = -weight.size(0) % _ALIGN if x_TD.is_cuda else 0
         if not extra:
-            logits = self._logits(x_BSD, weight)
+            logits = self._logits(x_TD, weight)
         else:
             # Rows of logits that start at odd addresses halve the speed of everything that reads them. The extra
             # columns are masked rather than cut off, which would bring the odd addresses back.
-            logits = self._logits(x_BSD, F.pad(weight.to(x_BSD.dtype), (0, 0, 0, extra)))
+            logits = self._logits(x_TD, F.pad(weight.to(x_TD.dtype), (0, 0, 0, extra)))
             beyond = torch.arange(logits.size(-1), device=logits.device) >= weight.size(0)
             logits = logits.masked_fill(beyond, float("-inf"))
-        return F.cross_entropy(logits.flatten(0, -2), targets_BS.flatten(), ignore_index=NOT_SCORED, reduction="sum")
+        return F.cross_entropy(logits, targets_T, ignore_index=NOT_SCORED, reduction="sum")

@@ -68,9 +68,9 @@ def fp8_linear(
     each to its tensor's dtype.
 
     Copies: x and the weight in FP8, once plain and once transposed (kept for the backward pass, which needs nothing
-    else), and the gradient in FP8 likewise, each pair made in one pass over its source. Where x or the gradient is not
-    contiguous, it is copied first. Under torch.compile the gradient's plain copy is ordinary code, which the compiler
-    merges into the loss that produces it; a second pass over that, a byte an element, makes the transposed one.
+    else), and the gradient in FP8 likewise, each pair made in one pass over its source (an fp32 source: in two, of
+    which the second reads FP8). What is not contiguous is copied first. Under torch.compile the gradient's plain copy
+    is ordinary code, which the compiler merges into the loss; a pass over that makes the transposed one.
 
     Raises ValueError for shapes that do not fit, D or V not a multiple of 16 (T is padded by itself), scales that are
     not positive, and a GPU without FP8 (`fp8_linear_for` chooses). Source: Micikevicius et al. 2022,
@@ -180,18 +180,23 @@ def _quantize_pair(x: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor,
         return q, _turned(q)
     from nanosprint.kernels.fp8 import quantize as kernel
 
-    (rows, cols), ready = x.shape, x.dtype == dtype
-    plain = None if ready else torch.empty_like(x, dtype=dtype)
-    turned = x.new_empty(cols, _padded(rows), dtype=dtype)
-    kernel(x, plain, turned, 1.0 if ready else 1 / scale, torch.finfo(dtype).max)
-    return x if plain is None else plain, turned
+    limit = torch.finfo(dtype).max
+    turned = x.new_empty(x.shape[1], _padded(x.shape[0]), dtype=dtype)
+    plain = x if x.dtype == dtype else torch.empty_like(x, dtype=dtype)
+    if plain is not x and x.element_size() == 2:
+        kernel(x, plain, turned, 1 / scale, limit)
+        return plain, turned
+    if plain is not x:  # four bytes: see the kernel about turning those
+        kernel(x, plain, None, 1 / scale, limit)
+    kernel(plain, None, turned, 1.0, limit)
+    return plain, turned
 
 
 def _scaled_product(A: Tensor, B: Tensor, a_s: float, b_s: float, out_dtype: torch.dtype, fast: bool = False) -> Tensor:
     """A B^T a_s b_s, both operands with the summed axis contiguous."""
     # Each scale is a tensor of its own: cuBLAS wants them at multiples of 16 bytes, which a view into a vector is not.
-    scales = [torch.full((), s, dtype=torch.float32, device=A.device) for s in (a_s, b_s)]
-    return torch._scaled_mm(A, B.mT, *scales, out_dtype=out_dtype, use_fast_accum=fast)
+    scale_a, scale_b = (torch.full((), s, dtype=torch.float32, device=A.device) for s in (a_s, b_s))
+    return torch._scaled_mm(A, B.mT, scale_a, scale_b, out_dtype=out_dtype, use_fast_accum=fast)
 
 
 def _turned(q: Tensor) -> Tensor:

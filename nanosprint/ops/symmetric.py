@@ -11,6 +11,7 @@ serve optimizers.
 
 import functools
 import logging
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -107,35 +108,37 @@ def _(A: Tensor, b: float, c: float) -> Tensor:
 
 @_xxt.register_kernel("cuda")
 def _(X: Tensor) -> Tensor:
-    return _symmetric_product(aligned(X), X.shape[1]) if fits_kernel(X) else xxt_reference(X)
+    return _symmetric_product(aligned(X), X.shape[1], turn_q=True) if fits_kernel(X) else xxt_reference(X)
 
 
 @_xtx.register_kernel("cuda")
 def _(X: Tensor) -> Tensor:
-    return _symmetric_product(aligned(X).mT, X.shape[2]) if fits_kernel(X) else xtx_reference(X)
+    return _symmetric_product(aligned(X), X.shape[2], turn_p=True) if fits_kernel(X) else xtx_reference(X)
 
 
 @_gram_poly.register_kernel("cuda")
 def _(A: Tensor, b: float, c: float) -> Tensor:
     if not fits_kernel(A):
         return gram_poly_reference(A, b, c)
-    padded = aligned(A)
-    return _symmetric_product(padded, A.shape[1], alpha=c, add=padded, beta=b)
+    return _symmetric_product(aligned(A), A.shape[1], turn_q=True, alpha=c, beta=b)
 
 
-def _symmetric_product(P: Tensor, side: int, **epilogue) -> Tensor:
-    """P P^T with the kernel's epilogue, the padding cut off again."""
-    from nanosprint.kernels.symmetric import product
+def _symmetric_product(X: Tensor, side: int, beta: float = 0.0, **options: Any) -> Tensor:
+    """alpha X X^T + beta X, or alpha X^T X, without the padding; `options` say which."""
+    from nanosprint.kernels.symmetric import Operand, product
     from nanosprint.kernels.tuning import symmetric_tile
 
-    out = torch.empty(len(P), P.shape[1], P.shape[1], dtype=P.dtype, device=P.device)
-    tile = symmetric_tile(side, torch.cuda.get_device_capability(P.device))
-    return product(P, P.mT, out, tile, symmetric=True, **epilogue)[:, :side, :side].contiguous()
+    width = X.shape[1] if options.get("turn_q") else X.shape[2]
+    operand, out = Operand(X), Operand(X.new_empty(len(X), width, width))
+    tile = symmetric_tile(side, torch.cuda.get_device_capability(X.device))
+    add = operand if beta else None
+    product(operand, operand, out, tile, symmetric=True, add=add, beta=beta, **options)
+    return out.X[:, :side, :side].contiguous()
 
 
 def fits_kernel(X: Tensor) -> bool:
     """Whether X, a GPU tensor, is for the Triton kernels; their absence is logged once."""
-    return X.dtype == torch.bfloat16 and (has_triton() or _without_triton())
+    return X.dtype == torch.bfloat16 and torch.version.hip is None and (has_triton() or _without_triton())
 
 
 @functools.cache

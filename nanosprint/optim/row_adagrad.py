@@ -20,14 +20,18 @@ from torch import Tensor
 from nanosprint.optim.shell import Shell, number
 
 TINY = 1e-30  # keeps 0 / 0 away where a gradient is exactly zero
+_CPU_BLOCK = 4096  # look-ups at a time
 
 
 def row_adagrad_(table: Tensor, sums: Tensor, rows: Tensor, grads: Tensor, *, lr: float, power: float = 0.5) -> None:
     """One update. table (R, D) and sums (R,) are changed in place; rows (N,) int64 may repeat; grads (N, D)."""
-    squares = torch.linalg.vecdot(grads, grads).div_(grads.size(1))
+    squares = torch.linalg.vector_norm(grads, dim=1).square_().div_(grads.size(1))  # no temporary of grads' size
     sums.index_add_(0, rows, squares)
-    scale = sums[rows].add_(TINY).pow_(-power).mul_(-lr)
-    table.index_add_(0, rows, grads * scale[:, None])
+    scale = sums[rows].add_(TINY).pow_(-power).mul_(-lr)[:, None]
+    block = _CPU_BLOCK if table.device.type == "cpu" else max(1, rows.numel())
+    step = grads.new_empty(min(block, rows.numel()), grads.size(1))
+    for rows_, grads_, scale_ in zip(rows.split(block), grads.split(block), scale.split(block), strict=True):
+        table.index_add_(0, rows_, torch.mul(grads_, scale_, out=step[: rows_.numel()]))
 
 
 class RowAdagrad(Shell):

@@ -18,8 +18,10 @@ from nanosprint.config import (
     Recipe,
     RotarySpec,
     Schedule,
+    Skip,
     SoapConfig,
     SoftcapSpec,
+    WindowSchedule,
 )
 from nanosprint.recipes import Dials, recipe
 
@@ -130,3 +132,99 @@ def soap(parent: Recipe, dials: Dials) -> Recipe:
         source="SOAP: Vyas et al. 2024, arXiv:2409.11321, with the rate of its authors' speedrun fork",
         groups=(ParamGroup(role="matrix", rule=SoapConfig(), lr=1.8e-3), *others),
     )
+
+
+@recipe(
+    "longwindow",
+    parent="residuals",
+    summary="record #13: 64 K packed documents, sliding window that grows, U-net skips; 4.66 min",
+    seq_len=65_536,
+)
+def longwindow(parent: Recipe, dials: Dials) -> Recipe:
+    adam = replace(ADAM, betas=(0.8, 0.95))
+    rates = {"embed": 0.6, "head": 0.008, "scalar": 0.04}
+    windowed = [
+        replace(layer, mixer=AttnSpec(window="long", value_residual=i > 0))
+        for i, layer in enumerate(parent.model.layers)
+    ]
+    return replace(
+        parent,
+        name="longwindow",
+        source="modded-nanogpt records #10 to #13: 3.2759 after 1,750 steps",
+        model=replace(parent.model, layers=_unet(windowed), document_start=50_256),
+        train=replace(parent.train, num_steps=1750),
+        schedule=Schedule(
+            lr=LRSchedule(cooldown_steps=640),
+            momentum=MomentumSchedule(warmup_steps=300),
+            windows=WindowSchedule(start=64, end=1792, block=64),
+        ),
+        groups=(
+            ParamGroup(role="matrix", rule=MuonConfig(scale="spectral"), lr=0.05),
+            *(ParamGroup(role=role, rule=adam, lr=lr) for role, lr in rates.items()),
+        ),
+    )
+
+
+@recipe(
+    "sub3",
+    parent="longwindow",
+    summary="record #21: value tables, long and short windows, half-truncated rotary, lr floor; 2.93 min",
+    seq_len=49_152,
+    batch_tokens=393_216,
+)
+def sub3(parent: Recipe, dials: Dials) -> Recipe:
+    adam = AdamConfig(betas=(0.8, 0.95), eps=1e-10)
+    return replace(
+        parent,
+        name="sub3",
+        source="modded-nanogpt records #14 to #21: 3.2787 after 1,770 steps (n = 81)",
+        model=replace(
+            parent.model,
+            layers=_unet([_sub3_layer(i, dials) for i in range(dials.num_layers)]),
+            rotary=RotarySpec(base=1024.0, fraction=0.5),
+            attn_scale=0.12,
+            value_tables=min(3, dials.num_layers // 2),
+            softcap=SoftcapSpec(kind="sigmoid", cap=30.0, width=7.5),
+            init=replace(parent.model.init, linear_std=0.5),
+        ),
+        train=replace(parent.train, num_steps=1770),
+        schedule=Schedule(
+            lr=LRSchedule(cooldown_steps=708, floor=0.1),
+            momentum=MomentumSchedule(warmup_steps=300),
+            windows=WindowSchedule(start=0, end=1728, block=128, rounding="up", short_fraction=0.5),
+        ),
+        groups=tuple(g if g.role == "matrix" else replace(g, rule=adam) for g in parent.groups),
+        eval=replace(parent.eval, seq_len=dials.seq_len * 16 // 3),
+    )
+
+
+def _unet(layers: list[LayerSpec]) -> tuple[LayerSpec, ...]:
+    """The layers of the first half leave their outputs for those of the second, mirrored (U-net skips, record #11)."""
+    half = len(layers) // 2
+    down = [replace(layer, tap=f"down{i}") for i, layer in enumerate(layers[:half])]
+    middle = layers[half : len(layers) - half]
+    up = [
+        replace(layer, skips=(Skip(tap=f"down{i}"),))
+        for i, layer in zip(range(half)[::-1], layers[-half:], strict=True)
+    ]
+    return (*down, *middle, *up)
+
+
+def _sub3_layer(i: int, dials: Dials) -> LayerSpec:
+    """A layer of records #17 to #21, and what it stands for at other depths.
+
+    Long windows in the outermost layers and in the last but one of each half, counted from outside; value tables in
+    the three outermost on both sides, the same three; no attention in the second layer past the middle.
+    """
+    depth, half = dials.num_layers, dials.num_layers // 2
+    mlp = MLPSpec(hidden=4 * dials.dim, activation="relu2")
+    if half >= 3 and i == half + 1:
+        return LayerSpec(mixer=None, mlp=mlp)
+    from_end, tables = min(i, depth - 1 - i), min(3, half)
+    table = i if i < tables else i - (depth - tables)
+    mixer = AttnSpec(
+        window="long" if from_end in (0, half - 2) else "short",
+        value_scale=0.5,
+        value_table=table if from_end < tables else None,
+    )
+    return LayerSpec(mixer=mixer, mlp=mlp)

@@ -14,6 +14,7 @@ import torch
 
 from nanosprint.config.edit import apply_overrides, to_dict
 from nanosprint.config.recipe import Execution, Recipe
+from nanosprint.data.tokenizers import save_tokenizer
 from nanosprint.errors import DivergedError, Interrupted, UserError
 from nanosprint.results.metrics import metrics_sha256
 from nanosprint.results.record import DataRecord, Mfu, RunRecord, ShardFile, Status
@@ -111,11 +112,12 @@ class _Session:
                 data = find_data(self.request)
                 saved = self._saved()
                 prepared = prepare(self.request, self.world, data)
-            except torch.OutOfMemoryError as error:
-                raise out_of_memory(self.request, error) from error
+                if self.world.is_main:
+                    save_tokenizer(data.tokenizer, self.run_dir.path)  # for sampling where the data is not
             except Exception as error:
-                self.log.event("failed", error=str(error))
-                raise
+                told = out_of_memory(self.request, error) if isinstance(error, torch.OutOfMemoryError) else error
+                self.log.event("failed", show=False, message=str(told) or type(told).__name__)
+                raise told from error
             self._settle(prepared)
             return self._train(prepared, saved)
 
@@ -174,7 +176,8 @@ class _Session:
         loop.meter.close()
         status = _status(error, loop.run)
         if error is not None:
-            self.log.event(status, step=loop.run.state.step, message=str(error) or type(error).__name__)
+            told = str(error) or type(error).__name__
+            self.log.event(status, show=False, step=loop.run.state.step, message=told)
         self.log.close()
         record = self._record(loop, status, startup_ms)
         if self.world.is_main and not isinstance(error, Interrupted | KeyboardInterrupt):

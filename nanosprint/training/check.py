@@ -6,6 +6,7 @@ from nanosprint.config.recipe import Recipe
 from nanosprint.model.gpt import GPT
 from nanosprint.model.roles import collect_roles
 from nanosprint.optim.build import Optimizers
+from nanosprint.training.batch import random_input
 
 
 def check_recipe(recipe: Recipe) -> str:
@@ -14,12 +15,11 @@ def check_recipe(recipe: Recipe) -> str:
     Raises ValueError naming what is wrong.
     """
     recipe.validate()
+    plan = recipe.plan(0)
+    rows = plan.batch_tokens // recipe.train.lanes // plan.seq_len
     with torch.device("meta"):
         model = GPT(recipe.model)
-        plan = recipe.plan(0)
-        rows = plan.batch_tokens // recipe.train.lanes // plan.seq_len
-        tokens = torch.zeros(rows, recipe.model.history + plan.seq_len, dtype=torch.int32)
-        model.loss_sum(tokens, tokens[:, recipe.model.history :].long()).backward()
+    model.loss_sum(*random_input(recipe, rows, plan.seq_len, torch.device("meta"))).backward()
     missing = [name for name, p in model.named_parameters() if p.grad is None]
     if missing:
         raise ValueError(f"recipe {recipe.name!r}: no gradient reaches {', '.join(missing)}")

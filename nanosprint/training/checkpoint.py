@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from nanosprint.errors import UserError
-from nanosprint.files import atomic_file, atomic_write
+from nanosprint.files import TEMPORARY_SUFFIX, atomic_file, atomic_write
 
 SCHEMA = 1
 KEEP = 2
@@ -53,6 +53,8 @@ def load_latest(folder: Path) -> dict[str, Any] | None:
 
     Raises UserError when there are checkpoints but none is good.
     """
+    for leftover in folder.glob(f".step-*{TEMPORARY_SUFFIX}"):  # a checkpoint that a crash cut short
+        leftover.unlink(missing_ok=True)
     steps = list_steps(folder)
     for step in reversed(steps):
         path = _path(folder, step)

@@ -1,12 +1,13 @@
 """Validation loss: the mean over exactly the targets that the recipe names."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from nanosprint.training import distributed
+from nanosprint.training.batch import ModelInput
+from nanosprint.training.step import LossSum
 
 
 class Validation(NamedTuple):
@@ -17,18 +18,16 @@ class Validation(NamedTuple):
 
 
 @torch.no_grad()
-def evaluate(
-    loss_sum: Callable[[Tensor, Tensor], Tensor], batches: Iterable[tuple[Tensor, Tensor]], device: torch.device
-) -> Validation:
+def evaluate(loss_sum: LossSum, batches: Iterable[ModelInput], device: torch.device) -> Validation:
     """Mean loss over this process's batches and all other processes'.
 
-    batches: (tokens, targets) pairs, (B, S) each; targets of -1 do not count. Sums are kept in fp64 (fp32 on MPS).
+    batches: arguments of `loss_sum`, the targets second; those of -1 do not count. Sums are kept in fp64 (fp32 on MPS).
     """
     wide = torch.float32 if device.type == "mps" else torch.float64
     totals = torch.zeros(2, dtype=wide, device=device)
-    for tokens, targets in batches:
-        totals[0] += loss_sum(tokens, targets)
-        totals[1] += (targets >= 0).sum()
+    for arguments in batches:
+        totals[0] += loss_sum(*arguments)
+        totals[1] += (arguments.targets >= 0).sum()
     loss, count = distributed.sum_(totals).tolist()
     if count == 0:
         raise ValueError("validation has no targets")

@@ -69,8 +69,8 @@ class RunLog:
         if cut:
             self.event("repair", message=f"cut a torn last line ({cut} bytes) off {self.path.name}", bytes=cut)
 
-    def write(self, lines: Iterable[Mapping[str, Any]]) -> None:
-        """Append lines with one system call, then show them. See `train_line`, `val_line` and `event`."""
+    def write(self, lines: Iterable[Mapping[str, Any]], show: bool = True) -> None:
+        """Append lines with one system call, then show them if told so. See `train_line`, `val_line` and `event`."""
         if not self._writes:
             return
         if self._file is None:
@@ -80,7 +80,7 @@ class RunLog:
         if any(line["kind"] != "train" for line in batch):
             self.sync()
         for line in batch:
-            if self._console is not None:
+            if self._console is not None and show:
                 self._console.show(line)
             for tracker in self._trackers:
                 tracker.log(line)
@@ -93,13 +93,13 @@ class RunLog:
         """One validation line."""
         self.write([val_line(step=step, tokens=tokens, loss=loss, train_ms=train_ms, **fields)])
 
-    def event(self, name: str, **fields: Any) -> None:
-        """Something that happened, with its wall-clock time; `message` is what people read.
+    def event(self, name: str, *, show: bool = True, **fields: Any) -> None:
+        """Something that happened, with its wall-clock time; `message` is what people read, unless not to be shown.
 
         "resume" must carry `step`: lines logged before it beyond that step no longer hold.
         """
         assert name != "resume" or "step" in fields, "a resume event without its step would void nothing"
-        self.write([{"kind": "event", "name": name, "time": datetime.now().astimezone().isoformat(), **fields}])
+        self.write([{"kind": "event", "name": name, "time": datetime.now().astimezone().isoformat(), **fields}], show)
 
     def once(self, message: str) -> None:
         """A notice that is logged and shown the first time only."""

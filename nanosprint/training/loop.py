@@ -18,6 +18,7 @@ from nanosprint.data.loader import TokenLoader, validation_batches
 from nanosprint.errors import DivergedError, Interrupted
 from nanosprint.results.runs import RunDir
 from nanosprint.training import checkpoint, distributed
+from nanosprint.training.batch import model_inputs
 from nanosprint.training.clock import Clock
 from nanosprint.training.energy import EnergyMeter
 from nanosprint.training.evaluate import Validation, evaluate
@@ -95,9 +96,8 @@ class Loop:
     def _train(self, data: Any) -> None:
         run, state = self.run, self.run.state
         plan = run.recipe.plan(state.step)
-        loss = train_step(
-            state.model, run.loss_sum, state.optimizers, data.micro_batches, plan, run.recipe.train.grad_clip
-        )
+        inputs = model_inputs(data.micro_batches, plan.windows)
+        loss = train_step(state.model, run.loss_sum, state.optimizers, inputs, plan, run.recipe.train.grad_clip)
         state.step += 1
         state.tokens += plan.batch_tokens
         state.reader = data.state_after
@@ -163,10 +163,14 @@ class Loop:
             world_size=run.world.size,
             vocab_size=run.recipe.model.vocab_size,
             history=run.recipe.model.history,
+            document_start=run.recipe.model.document_start,
+            mean_document=run.recipe.data.mean_document,
             device=device,
         )
+        # Windows are those of the moment; after the last step, of that step.
+        windows = run.recipe.plan(min(state.step, run.recipe.train.num_steps - 1)).windows
         start = time.perf_counter()
-        self.outcome.val = evaluate(run.loss_sum, batches, device)
+        self.outcome.val = evaluate(run.loss_sum, model_inputs(batches, windows), device)
         self.log.val(
             step=state.step,
             tokens=state.tokens,
@@ -176,6 +180,8 @@ class Loop:
             val_ms=1000 * (time.perf_counter() - start),
         )
         self.memory.resume()
+        if not math.isfinite(self.outcome.val.loss):
+            raise DivergedError(state.step, self.outcome.val.loss)
 
     def _loader(self) -> TokenLoader:
         run, recipe, execution = self.run, self.run.recipe, self.run.request.execution
@@ -192,6 +198,8 @@ class Loop:
             seed=run.request.seed,
             epochs=recipe.data.epochs,
             history=recipe.model.history,
+            document_start=recipe.model.document_start,
+            mean_document=recipe.data.mean_document,
             vocab_size=recipe.model.vocab_size,
             device=run.world.device,
             state=run.state.reader,

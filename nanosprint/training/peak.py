@@ -1,5 +1,6 @@
 """The arithmetic rate that a run's FLOP utilisation (MFU) is measured against."""
 
+import re
 import time
 from typing import NamedTuple
 
@@ -36,7 +37,7 @@ def peak(device: torch.device, compute: str) -> Peak:
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         for part, tflops in _BF16_TFLOPS:
-            if part in name:
+            if re.search(rf"\b{part}\b", name):
                 return Peak(tflops * 1e12, f"{name}: dense bf16 of its data sheet")
         return Peak(None, f"no data sheet figure is known for {name}")
     if device.type == "cpu":

@@ -9,7 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Literal
 
-from nanosprint.config.edit import from_dict, to_dict
+from nanosprint.config.edit import apply_overrides, from_dict, to_dict
 from nanosprint.config.recipe import Execution, Recipe
 from nanosprint.errors import UserError
 from nanosprint.results.runs import RunDir, Series, claim_run_dir, new_run_dir
@@ -112,11 +112,18 @@ def load_request(run_dir: RunDir) -> RunRequest:
 
 
 def resumed(request: RunRequest, execution: Execution) -> RunRequest:
-    """The request to go on with under `execution`; other processes or another device choose their lanes anew."""
+    """The request to go on with under `execution`; what depends on processes and device is chosen anew if they change.
+
+    What `execution` itself says differently from before stands.
+    """
     before = request.execution
-    if (execution.gpus, execution.device) != (before.gpus, before.device):
-        execution = replace(execution, lanes_per_microbatch="auto")
-    return replace(request, execution=execution)
+    anew: set[str] = set()
+    if execution.gpus != before.gpus or execution.device != before.device:
+        anew |= {"lanes_per_microbatch"}
+    if execution.device != before.device:
+        anew |= {"compute", "attention", "compile"}
+    choices = {name: "auto" for name in anew if getattr(execution, name) == getattr(before, name)}
+    return replace(request, execution=apply_overrides(execution, choices))
 
 
 def timestamp() -> str:

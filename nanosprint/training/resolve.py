@@ -9,6 +9,7 @@ from nanosprint.config.recipe import Execution, Recipe
 from nanosprint.errors import UserError
 from nanosprint.training.distributed import World
 
+_BITS = {"bf16": 16, "fp32": 32, "fp64": 64}
 _TOKENS_PER_MICROBATCH = {"cuda": 65_536, "mps": 16_384, "cpu": 16_384}
 
 
@@ -30,8 +31,8 @@ def resolve(execution: Execution, recipe: Recipe, world: World) -> Execution:
 def _compute(execution: Execution, recipe: Recipe, device: torch.device) -> str:
     wanted = recipe.precision.compute
     if execution.compute != "auto":
-        if wanted != "bf16" and execution.compute == "bf16":
-            raise UserError(f"exec.compute=bf16 is below the recipe's precision.compute={wanted}")
+        if _BITS[execution.compute] < _BITS[wanted]:
+            raise UserError(f"exec.compute={execution.compute} is below the recipe's precision.compute={wanted}")
         return execution.compute
     if wanted != "bf16":
         return wanted

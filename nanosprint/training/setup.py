@@ -10,7 +10,7 @@ import torch
 from nanosprint.config.recipe import Execution, Recipe
 from nanosprint.data.datasets import ensure_dataset
 from nanosprint.data.shards import checksum, find_shards, open_shard
-from nanosprint.data.tokenizers import load_tokenizer
+from nanosprint.data.tokenizers import Tokenizer, load_tokenizer
 from nanosprint.errors import UserError
 from nanosprint.model.gpt import GPT
 from nanosprint.model.roles import collect_roles
@@ -33,6 +33,7 @@ class Data:
     folder: Path
     train: list[Path]
     val: list[Path]
+    tokenizer: Tokenizer
 
     def describe(self) -> list[dict]:
         """Name, number of tokens and checksum of every shard, for the record."""
@@ -73,7 +74,7 @@ def find_data(request: RunRequest) -> Data:
             f"the data in {folder} has {tokenizer.vocab_size} token ids, more than "
             f"model.vocab_size={recipe.model.vocab_size}: set model.vocab_size={tokenizer.vocab_size}"
         )
-    return Data(folder, find_shards(folder, "train"), find_shards(folder, "val"))
+    return Data(folder, find_shards(folder, "train"), find_shards(folder, "val"), tokenizer)
 
 
 def prepare(request: RunRequest, world: World, data: Data) -> Prepared:

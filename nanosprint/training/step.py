@@ -9,15 +9,16 @@ from nanosprint.config.schedule import StepPlan
 from nanosprint.model.gpt import GPT
 from nanosprint.optim.build import Optimizers
 from nanosprint.training import distributed
+from nanosprint.training.batch import ModelInput
 
-LossSum = Callable[[Tensor, Tensor], Tensor]
+LossSum = Callable[..., Tensor]  # `GPT.loss_sum`, compiled or not
 
 
 def train_step(
     model: GPT,
     loss_sum: LossSum,
     optimizers: Optimizers,
-    micro_batches: Iterable[tuple[Tensor, Tensor]],
+    micro_batches: Iterable[ModelInput],
     plan: StepPlan,
     grad_clip: float | None,
 ) -> Tensor:
@@ -27,8 +28,8 @@ def train_step(
     are spread over.
     """
     total = None
-    for tokens, targets in micro_batches:
-        loss = loss_sum(tokens, targets)
+    for arguments in micro_batches:
+        loss = loss_sum(*arguments)
         (loss / plan.batch_tokens).backward()
         total = loss.detach() if total is None else total + loss.detach()
     assert total is not None, "a step has at least one micro-batch"

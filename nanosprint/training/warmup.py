@@ -6,12 +6,12 @@ so that warming up and training gives what training alone gives; a test holds th
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
-from torch import Tensor
 
 from nanosprint.config.recipe import Recipe
+from nanosprint.training.batch import random_input
 from nanosprint.training.state import TrainState, copied
 from nanosprint.training.step import LossSum, train_step
 
@@ -28,7 +28,7 @@ def warm_up(
             _random_step(state, loss_sum, recipe, lanes, micro_batches)
         with torch.no_grad():
             rows = max(1, recipe.eval.batch_tokens // recipe.eval.seq_len)
-            loss_sum(*random_rows(recipe, rows, recipe.eval.seq_len, state.model.embed.weight.device))
+            loss_sum(*random_input(recipe, rows, recipe.eval.seq_len, state.model.embed.weight.device))
     finally:
         state.restore(saved)
 
@@ -61,16 +61,5 @@ def _random_step(state: TrainState, loss_sum: LossSum, recipe: Recipe, lanes: in
     plan = recipe.plan(state.step)
     rows = plan.batch_tokens // recipe.train.lanes // plan.seq_len * lanes
     device = state.model.embed.weight.device
-    batches: Iterator[tuple[Tensor, Tensor]] = (
-        random_rows(recipe, rows, plan.seq_len, device) for _ in range(micro_batches)
-    )
+    batches = (random_input(recipe, rows, plan.seq_len, device, state.step) for _ in range(micro_batches))
     train_step(state.model, loss_sum, state.optimizers, batches, plan, recipe.train.grad_clip)
-
-
-def random_rows(recipe: Recipe, rows: int, seq_len: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Tokens and targets of `rows` rows of the recipe's vocabulary, the same at every call."""
-    generator = torch.Generator().manual_seed(0)  # its own, so that the run's random state is not touched
-    history = recipe.model.history
-    tokens = torch.randint(recipe.model.vocab_size, (rows, history + seq_len + 1), generator=generator)
-    targets = tokens[:, history + 1 :].contiguous()
-    return tokens[:, :-1].to(device, torch.int32), targets.to(device, torch.int64)

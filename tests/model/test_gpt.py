@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from nanosprint.config import SoftcapSpec
+from nanosprint.model.context import NO_CONTEXT
 from nanosprint.model.gpt import GPT
 from nanosprint.model.head import softcap
 from nanosprint.recipes import all_recipes, load_recipe
@@ -129,7 +130,7 @@ def test_skips_by_tap():
     for i, layer in enumerate(model.layers):
         if i == 2:
             x = x + model.layers[2].skip_weights[0] * outputs[0]
-        y, _ = layer.mixer(rms(x), None)
+        y, _ = layer.mixer(rms(x), NO_CONTEXT)
         x = x + y
         x = x + layer.mlp(rms(x))
         outputs.append(x)
@@ -190,7 +191,7 @@ def test_cache_gives_the_same_logits(name):
     ids = tokens(vocab_size, 2, history + 14)
     caches = model.new_caches(2, 14)
     borders = [0, 5, 9, 10, 11, 12, 13, 14]
-    parts = [model(ids[:, a : history + b], caches) for a, b in itertools.pairwise(borders)]
+    parts = [model(ids[:, a : history + b], caches=caches) for a, b in itertools.pairwise(borders)]
     torch.testing.assert_close(torch.cat(parts, 1), model(ids))
 
 

@@ -25,7 +25,8 @@ SMALL = {
     "precision.compute": "fp32",
     "precision.orthogonalize": "fp32",
 }
-LADDER = ["gpt2", "gpt2-rotary", "muon", "modern", "residuals", "soap"]
+PACKED = {"model.document_start": 256, "data.mean_document": 4, "model.seq_len": 128, "eval.seq_len": 128}
+LADDER = ["gpt2", "gpt2-rotary", "muon", "modern", "residuals", "soap", "longwindow", "sub3"]
 
 
 @pytest.mark.parametrize(
@@ -60,7 +61,7 @@ def test_each_rung_is_its_parent_plus_a_diff(child, expected):
 
 @pytest.mark.parametrize("name", LADDER)
 def test_every_rung_trains_at_reduced_size_by_overrides_alone(name, tmp_path, tiny_data):
-    recipe = load_recipe(name, SMALL)
+    recipe = load_recipe(name, {**SMALL, **(PACKED if name in ("longwindow", "sub3") else {})})
     train(recipe, out=tmp_path / "run", data=tiny_data, execution={"device": "cpu"})
     record = RunRecord.load(tmp_path / "run")
     assert record.status == "finished"

@@ -5,19 +5,64 @@ with bf16 products at B 32, S 128, H 2, K 64, whole blocks forward and backward:
 scaled_dot_product_attention, whose CPU kernel converts bf16 back and forth.
 """
 
+from functools import lru_cache
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 _HIDDEN = -1e9  # finite, so that no row of the mask can make NaN; exp of it is 0 in every format
 
 
 def batched(q_BSHK: Tensor, k_BSHK: Tensor, v_BSHK: Tensor, scale: float, window: int | None) -> Tensor:
-    """softmax(scale q kᵀ + mask) v, in the inputs' dtype throughout; fewer queries than keys stand at the end."""
-    B, S, H, K = q_BSHK.shape
-    q, k, v = (t.transpose(1, 2).reshape(B * H, t.size(1), K) for t in (q_BSHK, k_BSHK, v_BSHK))
-    mask = _mask(S, k.size(1), window, q.dtype, q.device)
-    weights = torch.baddbmm(mask, q, k.transpose(1, 2), alpha=scale).softmax(dim=-1)
-    return torch.bmm(weights, v).view(B, H, S, K).transpose(1, 2)
+    """softmax(scale q kᵀ + mask) v, in the inputs' dtype throughout; fewer queries than keys stand at the end.
+
+    Outside torch.compile the gradient can be taken once only. Inputs whose memory is ordered (B, H, S, K) are not
+    copied.
+    """
+    if torch.compiler.is_compiling():
+        mask = _mask(q_BSHK.size(1), k_BSHK.size(1), window, q_BSHK.dtype, q_BSHK.device)
+        q, k, v = (_matrices(t) for t in (q_BSHK, k_BSHK, v_BSHK))
+        return _heads(torch.bmm(_weights(q, k, scale, mask), v), q_BSHK.size(0))
+    mask = _cached_mask(q_BSHK.size(1), k_BSHK.size(1), window, q_BSHK.dtype, q_BSHK.device)
+    return _Batched.apply(q_BSHK, k_BSHK, v_BSHK, scale, mask)
+
+
+class _Batched(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q_BSHK: Tensor, k_BSHK: Tensor, v_BSHK: Tensor, scale: float, mask: Tensor) -> Tensor:
+        q, k, v = (_matrices(t) for t in (q_BSHK, k_BSHK, v_BSHK))
+        weights = _weights(q, k, scale, mask)
+        ctx.save_for_backward(q, k, v, weights)
+        ctx.scale, ctx.rows = scale, q_BSHK.size(0)
+        return _heads(torch.bmm(weights, v), ctx.rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_BSHK: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, weights = ctx.saved_tensors
+        grad = _matrices(grad_BSHK)
+        dv = torch.bmm(weights.mT, grad)
+        dscores = torch._softmax_backward_data(torch.bmm(grad, v.mT), weights, -1, weights.dtype)
+        # beta=0: the first argument is not read, and the scale costs no pass of its own.
+        dq = torch.baddbmm(q, dscores, k, beta=0, alpha=ctx.scale)
+        dk = torch.baddbmm(k, dscores.mT, q, beta=0, alpha=ctx.scale)
+        return *(_heads(t, ctx.rows) for t in (dq, dk, dv)), None, None
+
+
+def _weights(q: Tensor, k: Tensor, scale: float, mask: Tensor) -> Tensor:
+    return torch.baddbmm(mask, q, k.mT, alpha=scale).softmax(dim=-1)
+
+
+def _matrices(t_BSHK: Tensor) -> Tensor:
+    """(B * H, S, K), a view where memory allows."""
+    return t_BSHK.transpose(1, 2).reshape(-1, t_BSHK.size(1), t_BSHK.size(3))
+
+
+def _heads(t: Tensor, rows: int) -> Tensor:
+    """(B, S, H, K), a view, from (B * H, S, K)."""
+    return t.view(rows, -1, *t.shape[1:]).transpose(1, 2)
 
 
 def _mask(num_queries: int, num_keys: int, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -27,3 +72,6 @@ def _mask(num_queries: int, num_keys: int, window: int | None, dtype: torch.dtyp
     if window is not None:
         mask = mask + hidden.tril(num_keys - num_queries - window - 1)
     return mask[None]
+
+
+_cached_mask = lru_cache(maxsize=16)(_mask)

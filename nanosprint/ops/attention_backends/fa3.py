@@ -12,7 +12,7 @@ from types import ModuleType
 from nanosprint.ops.attention_backends import library
 from nanosprint.ops.attention_backends.contract import Attention
 
-HUB = "kernels-community/flash-attn3"
+HUB, HUB_VERSION = "kernels-community/flash-attn3", 1
 
 
 def missing() -> str | None:
@@ -43,7 +43,7 @@ def _installed() -> ModuleType | None:
 def _from_hub() -> ModuleType:
     kernels = importlib.import_module("kernels")
     try:
-        package = kernels.get_kernel(HUB)
+        package = kernels.get_kernel(HUB, version=HUB_VERSION)
     except Exception as error:  # no network, no build for this torch: whatever it is, the remedy is the user's
         raise ImportError(f"kernels could not get {HUB}: {type(error).__name__}: {error}") from error
     module: ModuleType = getattr(package, "flash_attn_interface", package)

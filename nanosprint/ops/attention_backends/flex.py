@@ -31,19 +31,25 @@ def flex(
 ) -> Tensor:
     """Attention by FlexAttention, compiled whether or not the caller is. Head size >= 16, as many queries as keys."""
     check_inputs(q_BSHK, k_BSHK, v_BSHK, window, documents)
-    B, S = k_BSHK.shape[:2]
-    if q_BSHK.size(1) != S:
-        raise ValueError(f"exec.attention=flex wants as many queries as keys, got {q_BSHK.size(1)} and {S}: use sdpa")
-    mask = block_mask(first_key(B, S, window, documents, q_BSHK.device))
-    call = cast(Callable[..., Tensor], flex_attention) if torch.compiler.is_compiling() else _compiled()
+    if q_BSHK.size(1) != k_BSHK.size(1):
+        raise ValueError(f"exec.attention=flex wants as many queries as keys, got {q_BSHK.size(1)}: use sdpa")
+    call = _attend if torch.compiler.is_compiling() else _compiled()
+    return call(q_BSHK, k_BSHK, v_BSHK, scale, window, documents)
+
+
+def _attend(
+    q_BSHK: Tensor, k_BSHK: Tensor, v_BSHK: Tensor, scale: float, window: int | None, documents: Documents | None
+) -> Tensor:
+    mask = block_mask(first_key(k_BSHK.size(0), k_BSHK.size(1), window, documents, q_BSHK.device))
     q, k, v = (t.transpose(1, 2) for t in (q_BSHK, k_BSHK, v_BSHK))
-    out = call(q, k, v, block_mask=mask, scale=scale)
+    out: Tensor = flex_attention(q, k, v, block_mask=mask, scale=scale)
     return out.transpose(1, 2)
 
 
 @functools.cache
 def _compiled() -> Callable[..., Tensor]:
-    return cast(Callable[..., Tensor], torch.compile(flex_attention, dynamic=False, fullgraph=True))
+    # The making of the mask too: as some thirty launches of its own it took longer than attention to 128 keys.
+    return cast(Callable[..., Tensor], torch.compile(_attend, dynamic=False, fullgraph=True))
 
 
 def block_mask(first_BS: Tensor) -> BlockMask:

@@ -33,6 +33,7 @@ def fastest(
     budget_s: float = BUDGET_S,
 ) -> str:
     """Name of the back end with the shortest forward and backward pass at this shape; see `ops.attention.choose`."""
+    torch.empty(1, device=needs.device)  # creates the CUDA context, which is nobody's fault
     start = time.perf_counter()
     timings: dict[str, float] = {}
     said: list[str] = []

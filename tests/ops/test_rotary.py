@@ -1,0 +1,154 @@
+"""Rotation of pairs against complex numbers in float64, alone and behind the norm of queries and keys."""
+
+import pytest
+import torch
+
+from nanosprint.ops.qk_norm_rotary import qk_norm_rotary
+from nanosprint.ops.rotary import rotate
+
+EPS = 1e-3
+
+
+def angles(S, P, dtype=torch.float64):
+    angle = torch.rand(S, P, dtype=torch.float64) * 6
+    return angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+def formula(x, cos, sin):
+    """(x1 + i x2) (cos - i sin)."""
+    half = x.size(-1) // 2
+    turned = torch.complex(x[..., :half], x[..., half:]) * torch.complex(cos, -sin)[:, None]
+    return torch.cat((turned.real, turned.imag), dim=-1)
+
+
+def all_three(qkv, H, cos, sin):
+    q, k, v = qkv.unflatten(-1, (3, H, -1)).unbind(2)
+    q, k = (formula(t / (t * t).mean(-1, keepdim=True).add(EPS).sqrt(), cos, sin) for t in (q, k))
+    return q, k, v
+
+
+def close(got, want):
+    tolerance = 3 * torch.finfo(got.dtype).eps
+    torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(("B", "S", "H", "K"), [(2, 5, 3, 6), (1, 1, 1, 2), (3, 7, 2, 10)])
+def test_rotate_in_float64(B, S, H, K):
+    cos, sin = angles(S, K // 2)
+    x = torch.randn(B, S, H, K, dtype=torch.float64, requires_grad=True)
+    torch.testing.assert_close(rotate(x, cos, sin), formula(x, cos, sin), rtol=1e-12, atol=1e-12)
+    assert torch.autograd.gradcheck(lambda t: rotate(t, cos, sin), x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rotate_in_narrow_dtypes(dtype):
+    cos, sin = angles(9, 8, torch.float32)
+    x = torch.randn(2, 9, 3, 16).to(dtype).requires_grad_()
+    y = rotate(x, cos, sin)
+    cos, sin = cos.to(dtype).double(), sin.to(dtype).double()
+    wide = x.detach().double().requires_grad_()
+    grad = torch.randn_like(y)
+    assert y.dtype == dtype
+    close(y, formula(wide, cos, sin))
+    close(*(torch.autograd.grad(o, t, g)[0] for o, t, g in (
+        (y, x, grad), (formula(wide, cos, sin), wide, grad.double()),
+    )))  # fmt: skip
+
+
+def test_rotate_takes_any_strides():
+    cos, sin = angles(5, 3)
+    x = torch.randn(2, 4, 5, 18, dtype=torch.float64).transpose(1, 2)[..., 1:13:2].requires_grad_()
+    torch.testing.assert_close(rotate(x, cos, sin), formula(x, cos, sin), rtol=1e-12, atol=1e-12)
+    grad = torch.ones((), dtype=torch.float64).expand(x.shape)
+    (want,) = torch.autograd.grad(formula(x, cos, sin), x, grad)
+    torch.testing.assert_close(torch.autograd.grad(rotate(x, cos, sin), x, grad)[0], want, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("B", "S", "H", "K"), [(2, 5, 3, 6), (1, 1, 1, 2), (3, 7, 2, 10)])
+def test_qk_norm_rotary_in_float64(B, S, H, K):
+    cos, sin = angles(S, K // 2)
+    qkv = torch.randn(B, S, 3 * H * K, dtype=torch.float64, requires_grad=True)
+
+    def fused(t):
+        return qk_norm_rotary(t, H, cos, sin, EPS, torch.float64)
+
+    for got, want in zip(fused(qkv), all_three(qkv, H, cos, sin), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+    if K > 2:
+        assert torch.autograd.gradcheck(fused, qkv)
+    else:  # heads of two numbers are all length and angle: the norm leaves a gradient near zero
+        assert torch.autograd.gradcheck(fused, qkv, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("inner", [torch.float32, torch.bfloat16])
+def test_qk_norm_rotary_in_narrow_dtypes(dtype, inner):
+    cos, sin = angles(9, 8, torch.float32)
+    qkv = torch.randn(2, 9, 3 * 2 * 16).to(dtype).requires_grad_()
+    out = qk_norm_rotary(qkv, 2, cos, sin, EPS, inner)
+    wide = qkv.detach().double().requires_grad_()
+    want = all_three(wide, 2, cos.double(), sin.double())
+    grads = [torch.randn_like(t) for t in out]
+    for got, target in zip(out, want, strict=True):
+        assert got.dtype == dtype
+        close(got, target)
+    (got,) = torch.autograd.grad(out, qkv, grads)
+    close(got, torch.autograd.grad(want, wide, [g.double() for g in grads])[0])
+
+
+def test_qk_norm_rotary_takes_any_strides_and_results_that_nobody_uses():
+    cos, sin = angles(5, 3)
+    qkv = torch.randn(5, 2, 72, dtype=torch.float64).transpose(0, 1)[..., ::2].requires_grad_()
+    for index in range(3):
+        got, want = (
+            torch.autograd.grad(f[index].square().sum(), qkv)[0]
+            for f in (qk_norm_rotary(qkv, 2, cos, sin, EPS, torch.float64), all_three(qkv, 2, cos, sin))
+        )
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
+def test_a_zero_query_stays_zero():
+    qkv = torch.zeros(1, 3, 12, requires_grad=True)
+    q, k, v = qk_norm_rotary(qkv, 1, *angles(3, 2, torch.float32), EPS, torch.float32)
+    (q.sum() + k.sum() + v.sum()).backward()
+    assert not q.any()
+    assert qkv.grad.isfinite().all()
+
+
+def test_heads_stand_in_front_of_tokens_so_that_products_need_no_copy():
+    for t in qk_norm_rotary(torch.randn(2, 5, 24), 2, *angles(5, 2, torch.float32), EPS, torch.float32):
+        assert t.transpose(1, 2).is_contiguous()
+
+
+def test_rows_do_not_depend_on_the_batch():
+    cos, sin = angles(9, 8, torch.float32)
+    qkv = torch.randn(6, 9, 96)
+    for whole, part in zip(
+        qk_norm_rotary(qkv, 2, cos, sin, EPS, torch.float32),
+        qk_norm_rotary(qkv[2:4], 2, cos, sin, EPS, torch.float32),
+        strict=True,
+    ):
+        assert torch.equal(whole[2:4], part)
+
+
+def test_sizes_that_do_not_fit_are_refused():
+    cos, sin = angles(5, 2)
+    with pytest.raises(ValueError, match="half head"):
+        rotate(torch.randn(1, 4, 1, 4), cos, sin)
+    with pytest.raises(ValueError, match="half head"):
+        rotate(torch.randn(1, 5, 1, 5), cos, sin)
+    with pytest.raises(ValueError, match="does not fit"):
+        qk_norm_rotary(torch.randn(1, 5, 26), 2, cos, sin, EPS, torch.float32)
+
+
+def test_compiles_as_one_graph():
+    cos, sin = angles(5, 4, torch.float32)
+    x = torch.randn(2, 5, 2, 8, requires_grad=True)
+    qkv = torch.randn(2, 5, 48, requires_grad=True)
+
+    def both(x, qkv):
+        return sum(t.square().sum() for t in (rotate(x, cos, sin), *qk_norm_rotary(qkv, 2, cos, sin, EPS, x.dtype)))
+
+    compiled = torch.compile(both, fullgraph=True, backend="aot_eager")
+    for got, want in zip(*(torch.autograd.grad(f(x, qkv), (x, qkv)) for f in (compiled, both)), strict=True):
+        torch.testing.assert_close(got, want)
