@@ -67,7 +67,7 @@ def measure(name: str, words: dict[str, str], steps: int, profile_steps: int) ->
         times.append(time.perf_counter() - start)
     seconds = statistics.median(times)
     ceiling = peak(device, execution.compute)
-    flops = state.model.flops_per_token(plan.seq_len) * plan.batch_tokens / seconds
+    flops = state.model.flops_per_token(plan.seq_len, plan.windows) * plan.batch_tokens / seconds
     row = {
         "benchmark": "step", "recipe": name, "variant": words, "ms": 1000 * seconds,
         "tokens_per_s": plan.batch_tokens / seconds, "mfu": flops / ceiling.flops if ceiling.flops else None,

@@ -176,7 +176,7 @@ class Execution:
     gpus: int = 1  # processes, on CPU too
     lanes_per_microbatch: int | Literal["auto"] = "auto"
     compute: Literal["auto", "bf16", "fp32", "fp64"] = "auto"  # never below the recipe's precision
-    attention: Literal["auto", "sdpa", "cudnn", "flash", "reference"] = "auto"
+    attention: Literal["auto", "sdpa", "batched", "cudnn", "flash", "flex", "fa2", "fa3", "fa4", "reference"] = "auto"
     compile: Literal["auto", "off", "default", "max-autotune"] = "auto"
     threads: int = 0  # CPU threads per process; 0 leaves torch's choice
     allocator: Literal["auto", "default", "expandable"] = "auto"

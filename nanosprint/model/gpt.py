@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from nanosprint.config.model import ModelConfig
+from nanosprint.config.schedule import Windows
 from nanosprint.model.attention import KVCache
 from nanosprint.model.block import Block
 from nanosprint.model.context import NO_CONTEXT, Context
@@ -103,8 +104,10 @@ class GPT(nn.Module):
     def num_parameters(self) -> int:
         return sum(p.numel() for p in self.parameters())
 
-    def flops_per_token(self, seq_len: int) -> float:
+    def flops_per_token(self, seq_len: int, windows: Windows | None = None) -> float:
         """Training FLOPs a token: 6 per weight of every matrix product, and attention over a causal row of `seq_len`.
+
+        Windows bound what a token sees; the ends of documents, which depend on the data, do not count.
 
         A multiply-add counts 2, the backward pass twice the forward; look-ups count nothing (PaLM's convention,
         Chowdhery et al. 2022, arXiv:2204.02311, but with causal attention counted as the half that it is).
@@ -112,5 +115,14 @@ class GPT(nn.Module):
         tables = ("embed.", "value_tables.")
         matrices = sum(p.numel() for n, p in self.named_parameters() if p.ndim == 2 and not n.startswith(tables))
         matrices += self.config.vocab_size * self.config.dim if self.config.tied_head else 0
-        mixers = sum(spec.mixer is not None for spec in self.config.layers)
-        return 6.0 * matrices + mixers * 12.0 * self.config.dim * (seq_len + 1) / 2
+        context = NO_CONTEXT if windows is None else Context(short=windows.short, long=windows.long)
+        mixers = [spec.mixer for spec in self.config.layers if spec.mixer is not None]
+        keys = sum(mean_keys(seq_len, context.window(mixer.window)) for mixer in mixers)
+        return 6.0 * matrices + 12.0 * self.config.dim * keys
+
+
+def mean_keys(seq_len: int, window: int | None) -> float:
+    """How many keys a query of a causal row sees on average, itself included."""
+    if window is None or window >= seq_len:
+        return (seq_len + 1) / 2
+    return window + 1 - window * (window + 1) / (2 * seq_len)

@@ -5,7 +5,8 @@ Every back end computes softmax(scale q kᵀ) v over the keys that a query may s
 
 | name      | where                | documents, window | how |
 |-----------|----------------------|-------------------|-----|
-| sdpa      | everywhere           | by mask           | PyTorch's fused kernels; the choice on a CPU |
+| sdpa      | everywhere           | by mask           | PyTorch's fused kernels; the choice on a CPU otherwise |
+| batched   | everywhere           | window            | two batched products; the choice on a CPU for short rows |
 | cudnn     | NVIDIA, bf16 or fp16 | no                | cuDNN through PyTorch |
 | flash     | NVIDIA, bf16 or fp16 | no                | FlashAttention-2 through PyTorch, dense rows |
 | flex      | CUDA                 | yes               | FlexAttention, compiled to Triton |

@@ -24,7 +24,7 @@ def check_recipe(recipe: Recipe) -> str:
     if missing:
         raise ValueError(f"recipe {recipe.name!r}: no gradient reaches {', '.join(missing)}")
     Optimizers(dict(model.named_parameters()), collect_roles(model), recipe.groups, recipe.precision)
-    flops = model.flops_per_token(recipe.model.seq_len)
+    flops = model.flops_per_token(plan.seq_len, recipe.plan(recipe.train.num_steps // 2).windows)
     return (
         f"{recipe.name}: ok  {model.num_parameters():,} parameters, {recipe.train.num_steps:,} steps, "
         f"{recipe.tokens:,} tokens, {flops / 1e6:,.1f} MFLOP a token, hash {recipe.hash}"

@@ -52,7 +52,8 @@ class Loop:
         self.pending: list[tuple[int, int, Tensor, int, Any]] = []  # step, tokens, loss sum, step's tokens, mark
         self.memory = PeakMemory(run.world.device)
         self.saved_step, self.saved_at = run.state.step, time.monotonic()
-        self.flops_per_token = run.state.model.flops_per_token(run.recipe.model.seq_len)
+        middle = run.recipe.plan(run.recipe.train.num_steps // 2)
+        self.flops_per_token = run.state.model.flops_per_token(middle.seq_len, middle.windows)
 
     def resume_from(self, saved: dict[str, Any]) -> None:
         """Go on from a checkpoint."""

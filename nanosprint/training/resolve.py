@@ -7,8 +7,12 @@ import torch
 from nanosprint.config.edit import apply_overrides
 from nanosprint.config.recipe import Execution, Recipe
 from nanosprint.errors import UserError
+from nanosprint.ops.attention import choose, require
+from nanosprint.optim.build import DTYPES
+from nanosprint.training import distributed
 from nanosprint.training.distributed import World
 
+_SHORT_ROW = 256  # tokens up to which a CPU is fastest with all scores at once
 _BITS = {"bf16": 16, "fp32": 32, "fp64": 64}
 _TOKENS_PER_MICROBATCH = {"cuda": 65_536, "mps": 16_384, "cpu": 16_384}
 
@@ -16,11 +20,12 @@ _TOKENS_PER_MICROBATCH = {"cuda": 65_536, "mps": 16_384, "cpu": 16_384}
 def resolve(execution: Execution, recipe: Recipe, world: World) -> Execution:
     """The same execution with nothing left to choose. Raises UserError for what cannot work here."""
     device = world.device
+    compute = _compute(execution, recipe, device)
     choices = {
         "device": device.type,
         "gpus": world.size,
-        "compute": _compute(execution, recipe, device),
-        "attention": "sdpa" if execution.attention == "auto" else execution.attention,
+        "compute": compute,
+        "attention": _attention(execution, recipe, device, DTYPES[compute]),
         "compile": _compile(execution, recipe, device),
         "lanes_per_microbatch": _lanes(execution, recipe, world),
     }
@@ -54,6 +59,31 @@ def _bf16_is_faster_on_cpu(size: int = 512, repeats: int = 5) -> bool:
         return min(times)
 
     return best_time(torch.bfloat16) < 0.8 * best_time(torch.float32)
+
+
+def _attention(execution: Execution, recipe: Recipe, device: torch.device, dtype: torch.dtype) -> str:
+    """The back end asked for, if it can serve here, or the fastest; processes share the main one's answer."""
+    model, plan = recipe.model, recipe.plan(recipe.train.num_steps // 2)
+    documents, windows = model.document_start is not None, plan.windows is not None
+    if execution.attention != "auto":
+        needs = {"needs_documents": documents, "needs_window": windows}
+        require(execution.attention, device, dtype, head_dim=model.head_dim, **needs)
+        return execution.attention
+    if device.type == "cpu" and not documents and max(model.seq_len, recipe.eval.seq_len) <= _SHORT_ROW:
+        return "batched"
+    chosen: str = distributed.from_main(
+        choose(
+            device,
+            dtype,
+            num_heads=model.num_heads,
+            head_dim=model.head_dim,
+            seq_len=plan.seq_len,
+            needs_documents=documents,
+            needs_window=windows,
+            window=None if plan.windows is None else plan.windows.long,
+        )
+    )
+    return chosen
 
 
 def _compile(execution: Execution, recipe: Recipe, device: torch.device) -> str:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from nanosprint.config import SoftcapSpec
 from nanosprint.model.context import NO_CONTEXT
-from nanosprint.model.gpt import GPT
+from nanosprint.model.gpt import GPT, mean_keys
 from nanosprint.model.head import softcap
 from nanosprint.recipes import all_recipes, load_recipe
 
@@ -238,3 +238,9 @@ def test_learned_positions_cannot_be_extended():
     model = GPT(load_recipe("gpt2", TINY_GPT2).model)
     with pytest.raises(ValueError, match=r"learned positions end at model.seq_len=16; 17 were asked for"):
         model.extend(17)
+
+
+@pytest.mark.parametrize(("seq_len", "window"), [(10, 3), (7, 0), (5, 4), (6, 9), (6, None)])
+def test_mean_keys_by_counting(seq_len, window):
+    seen = [len([j for j in range(t + 1) if window is None or t - j <= window]) for t in range(seq_len)]
+    assert mean_keys(seq_len, window) == pytest.approx(sum(seen) / seq_len)

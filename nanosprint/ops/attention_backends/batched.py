@@ -12,15 +12,27 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from nanosprint.ops.attention_backends.contract import Documents, check_inputs
+
 _HIDDEN = -1e9  # finite, so that no row of the mask can make NaN; exp of it is 0 in every format
 
 
-def batched(q_BSHK: Tensor, k_BSHK: Tensor, v_BSHK: Tensor, scale: float, window: int | None) -> Tensor:
+def batched(
+    q_BSHK: Tensor,
+    k_BSHK: Tensor,
+    v_BSHK: Tensor,
+    scale: float,
+    window: int | None,
+    documents: Documents | None = None,
+) -> Tensor:
     """softmax(scale q kᵀ + mask) v, in the inputs' dtype throughout; fewer queries than keys stand at the end.
 
     Outside torch.compile the gradient can be taken once only. Inputs whose memory is ordered (B, H, S, K) are not
-    copied.
+    copied. Raises ValueError for documents.
     """
+    check_inputs(q_BSHK, k_BSHK, v_BSHK, window, documents)
+    if documents is not None:
+        raise ValueError("exec.attention=batched has no documents: use sdpa")
     if torch.compiler.is_compiling():
         mask = _mask(q_BSHK.size(1), k_BSHK.size(1), window, q_BSHK.dtype, q_BSHK.device)
         q, k, v = (_matrices(t) for t in (q_BSHK, k_BSHK, v_BSHK))

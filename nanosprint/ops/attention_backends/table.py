@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from nanosprint.ops.attention_backends import fa2, fa3, fa4, sdpa
+from nanosprint.ops.attention_backends.batched import batched
 from nanosprint.ops.attention_backends.contract import Attention
 from nanosprint.ops.attention_backends.reference import reference
 
@@ -84,12 +85,17 @@ def _load_flex() -> Attention:
     return flex
 
 
+def _no_documents(needs: Needs) -> str | None:
+    return "has no documents: use sdpa" if needs.documents else None
+
+
 def _anything(needs: Needs) -> str | None:
     return None
 
 
 TABLE: dict[str, Backend] = {
     "sdpa": Backend(lambda: sdpa.sdpa, _anything),
+    "batched": Backend(lambda: batched, _no_documents),
     "cudnn": Backend(lambda: sdpa.cudnn, _dense_only),
     "flash": Backend(lambda: sdpa.flash, _dense_only),
     "flex": Backend(_load_flex, _flex, compiles=True),
