@@ -191,6 +191,7 @@ def main():
     parser.add_argument(
         "--choose", action="store_true", help="show what exec.attention=auto takes, and how long that is"
     )
+    parser.add_argument("--shapes", choices=["all", "packed", "dense"], default="all")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start nothing new after that long")
     parser.add_argument("--json", type=Path, help="append the rows here")
     args = parser.parse_args()

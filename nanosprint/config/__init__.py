@@ -12,7 +12,7 @@ from nanosprint.config.model import (
     Skip,
     SoftcapSpec,
 )
-from nanosprint.config.recipe import DataConfig, EvalConfig, Execution, Precision, Recipe, TrainConfig
+from nanosprint.config.recipe import DataConfig, EvalConfig, Execution, Fp8HeadSpec, Precision, Recipe, TrainConfig
 from nanosprint.config.schedule import LRSchedule, MomentumSchedule, Schedule, StepPlan, Windows, WindowSchedule
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "DataConfig",
     "EvalConfig",
     "Execution",
+    "Fp8HeadSpec",
     "InitSpec",
     "LRSchedule",
     "LayerSpec",

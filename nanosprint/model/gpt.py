@@ -14,7 +14,8 @@ from nanosprint.model.attention import KVCache
 from nanosprint.model.block import Block
 from nanosprint.model.context import NO_CONTEXT, Context
 from nanosprint.model.embedding import Embedding
-from nanosprint.model.head import Head
+from nanosprint.model.head import Head, Linear
+from nanosprint.model.linear import linear
 from nanosprint.model.norm import build_norm
 from nanosprint.model.rotary import Rotary
 from nanosprint.model.techniques.value_tables import ValueTables
@@ -35,6 +36,7 @@ class GPT(nn.Module):
         attention: str = "sdpa",
         compute_dtype: torch.dtype = torch.float32,
         stream_dtype: torch.dtype | None = None,
+        head_linear: Linear = linear,
     ) -> None:
         super().__init__()
         config.validate()
@@ -49,7 +51,7 @@ class GPT(nn.Module):
         )
         self.value_tables = ValueTables(config) if config.value_tables else None
         self.norm = build_norm(config)
-        self.head = Head(config)
+        self.head = Head(config, head_linear)
 
     def init_weights(self, seed: int) -> None:
         """Fill every weight from `seed`: the same values on every device and for every number of processes."""

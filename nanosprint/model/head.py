@@ -1,5 +1,7 @@
 """From the last residual stream to logits and the loss."""
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -8,6 +10,7 @@ from nanosprint.config.model import ModelConfig, SoftcapSpec
 from nanosprint.model.linear import init_linear, linear
 from nanosprint.model.roles import Role
 
+Linear = Callable[[Tensor, Tensor], Tensor]
 NOT_SCORED = -1  # target of a position that does not count
 _LOGITS_AT_ONCE = {True: 2**30, False: 2**26}  # in validation, on CUDA and elsewhere
 _ALIGN = 64  # tensor cores want vocabulary columns in multiples of this
@@ -21,13 +24,16 @@ def softcap(logits: Tensor, spec: SoftcapSpec) -> Tensor:
 
 
 class Head(nn.Module):
-    """Hidden states (B, S, D) -> logits (B, S, V). A tied head has no weight of its own and is handed the embedding."""
+    """Hidden states (B, S, D) -> logits (B, S, V). A tied head has no weight of its own and is handed the embedding.
+
+    `train_linear` is the product (x, weight) -> logits of training, which may be in FP8; validation uses `linear`.
+    """
 
     ROLES = {"weight": Role("head")}
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, train_linear: Linear = linear) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.train_linear = config, train_linear
         self.weight = None if config.tied_head else nn.Parameter(torch.empty(config.vocab_size, config.dim))
 
     @torch.no_grad()
@@ -41,10 +47,9 @@ class Head(nn.Module):
 
     def forward(self, x_BSD: Tensor, tied: Tensor) -> Tensor:
         """Logits in fp32, or wider if x is. `tied` is the embedding's table (V, D)."""
-        return self._logits(x_BSD, tied if self.weight is None else self.weight)
+        return self._cap(linear(x_BSD, tied if self.weight is None else self.weight))
 
-    def _logits(self, x_BSD: Tensor, weight_VD: Tensor) -> Tensor:
-        logits = linear(x_BSD, weight_VD)
+    def _cap(self, logits: Tensor) -> Tensor:
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return logits if self.config.softcap is None else softcap(logits, self.config.softcap)
 
@@ -60,13 +65,14 @@ class Head(nn.Module):
 
     def _loss_sum(self, x_TD: Tensor, targets_T: Tensor, tied: Tensor) -> Tensor:
         weight = tied if self.weight is None else self.weight
-        extra = -weight.size(0) % _ALIGN if x_TD.is_cuda else 0
+        product = self.train_linear if torch.is_grad_enabled() else linear
+        extra = -weight.size(0) % _ALIGN if x_TD.is_cuda or product is not linear else 0
         if not extra:
-            logits = self._logits(x_TD, weight)
+            logits = self._cap(product(x_TD, weight))
         else:
             # Rows of logits that start at odd addresses halve the speed of everything that reads them. The extra
             # columns are masked rather than cut off, which would bring the odd addresses back.
-            logits = self._logits(x_TD, F.pad(weight.to(x_TD.dtype), (0, 0, 0, extra)))
+            logits = self._cap(product(x_TD, F.pad(weight.to(x_TD.dtype), (0, 0, 0, extra))))
             beyond = torch.arange(logits.size(-1), device=logits.device) >= weight.size(0)
             logits = logits.masked_fill(beyond, float("-inf"))
         return F.cross_entropy(logits, targets_T, ignore_index=NOT_SCORED, reduction="sum")

@@ -3,9 +3,9 @@
     y_i       = x_i       * cos + x_(i+K/2) * sin
     y_(i+K/2) = x_(i+K/2) * cos - x_i       * sin          i < K/2
 
-On a CPU an operator on half a head is 32 numbers a loop, and starting loops is most of its cost. So there whole rows
-are read instead, shifted by half a head, against tables that hold zero where the shift reaches into another head:
-three passes over memory and no concatenation. At B 32, S 128, 4 heads of 64 on two cores, fp32: 0.14 ms against 0.67.
+The plain formula is six passes over halves and one that joins them, and as many backward. On a CPU it is one product
+over whole heads, cosines given twice, and one multiply-add into each half: at B 32, S 128, 4 heads of 64 on two cores,
+fp32 forward, 0.31 ms against 0.67.
 """
 
 from typing import Any
@@ -19,9 +19,8 @@ def rotate(x_BSHK: Tensor, cos_SP: Tensor, sin_SP: Tensor) -> Tensor:
     """Turn the pairs (i, i + K/2) of each head of x (B, S, H, K) by the angle of its token; the dtype is kept.
 
     x: any float dtype and strides. cos, sin: (S, K/2), cast to x's dtype; they get no gradient on a CPU. On a CPU
-    outside torch.compile the gradient can be taken once only, and x must be finite: a NaN or infinity reaches the
-    neighbouring head and token. Raises ValueError for tables that do not fit x. Source: Su et al. 2021,
-    arXiv:2104.09864, with the halves of GPT-NeoX as pairs.
+    outside torch.compile the gradient can be taken once only. Raises ValueError for tables that do not fit x. Source:
+    Su et al. 2021, arXiv:2104.09864, with the halves of GPT-NeoX as pairs.
     """
     expected = (x_BSHK.size(1), x_BSHK.size(3) // 2)
     if x_BSHK.size(3) % 2 or cos_SP.shape != expected or sin_SP.shape != expected:

@@ -20,7 +20,9 @@ from torch import Tensor
 from nanosprint.optim.shell import Shell, number
 
 TINY = 1e-30  # keeps 0 / 0 away where a gradient is exactly zero
-_CPU_BLOCK = 4096  # look-ups at a time
+# Look-ups at a time on a CPU: 2 MiB of steps at 128 columns, reused from cache. For 20,480 look-ups on one core 5.0 ms
+# against 10.6 with one temporary for all, most of it page faults.
+_CPU_BLOCK = 4096
 
 
 def row_adagrad_(table: Tensor, sums: Tensor, rows: Tensor, grads: Tensor, *, lr: float, power: float = 0.5) -> None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from nanosprint.config import (
     AdamConfig,
     AttnSpec,
+    Fp8HeadSpec,
     InitSpec,
     LayerSpec,
     LRSchedule,
@@ -194,6 +195,7 @@ def sub3(parent: Recipe, dials: Dials) -> Recipe:
             windows=WindowSchedule(start=0, end=1728, block=128, rounding="up", short_fraction=0.5),
         ),
         groups=tuple(g if g.role == "matrix" else replace(g, rule=adam) for g in parent.groups),
+        precision=replace(parent.precision, fp8_head=Fp8HeadSpec()),
         eval=replace(parent.eval, seq_len=dials.seq_len * 16 // 3),
     )
 

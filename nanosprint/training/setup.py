@@ -3,6 +3,7 @@
 import gc
 import logging
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,7 +14,10 @@ from nanosprint.data.shards import checksum, find_shards, open_shard
 from nanosprint.data.tokenizers import Tokenizer, load_tokenizer
 from nanosprint.errors import UserError
 from nanosprint.model.gpt import GPT
+from nanosprint.model.head import Linear
+from nanosprint.model.linear import linear
 from nanosprint.model.roles import collect_roles
+from nanosprint.ops.fp8 import fp8_linear_for
 from nanosprint.optim.build import DTYPES, Optimizers
 from nanosprint.training import distributed
 from nanosprint.training.distributed import World
@@ -106,12 +110,27 @@ def build_state(recipe: Recipe, execution: Execution, seed: int, device: torch.d
     compute = DTYPES[execution.compute]
     # On a CPU the stream is cheapest in fp32: norms in bf16 are ten times slower there than in fp32.
     stream = wide if device.type == "cpu" else compute
-    model = GPT(recipe.model, attention=execution.attention, compute_dtype=compute, stream_dtype=stream)
+    model = GPT(
+        recipe.model,
+        attention=execution.attention,
+        compute_dtype=compute,
+        stream_dtype=stream,
+        head_linear=_head_linear(recipe, execution, device),
+    )
     model.init_weights(seed)
     model.extend(max(recipe.eval.seq_len, recipe.model.seq_len))
     model.to(device=device, dtype=wide)
     optimizers = Optimizers(dict(model.named_parameters()), collect_roles(model), recipe.groups, recipe.precision)
     return TrainState(model, optimizers)
+
+
+def _head_linear(recipe: Recipe, execution: Execution, device: torch.device) -> Linear:
+    """The head's product in training: in FP8 where recipe, execution and device have it."""
+    spec = recipe.precision.fp8_head
+    if spec is None or execution.fp8 == "off":
+        return linear
+    gradient = spec.gradient / recipe.train.batch_tokens  # the loss that is differentiated is a mean
+    return partial(fp8_linear_for(device), x_s=spec.x, w_s=spec.weight, g_s=gradient)
 
 
 def compiled(model: GPT, execution: Execution) -> LossSum:

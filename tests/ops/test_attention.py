@@ -93,12 +93,13 @@ PACKED = {  # name: (rows, tokens of a row, lengths of documents)
 }
 
 
-@pytest.mark.parametrize("name", ON_CPU)
+@pytest.mark.parametrize("name", [*ON_CPU, "batched"])
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("shape", [(2, 7, 3, 8), (1, 1, 1, 4), (1, 13, 2, 16)])
 def test_forward_on_rows(name, window, shape):
     q, k, v = inputs(*shape)
-    torch.testing.assert_close(ON_CPU[name](q, k, v, 0.3, window), by_loops(q, k, v, 0.3, window))
+    attend = ON_CPU.get(name) or backend(name)
+    torch.testing.assert_close(attend(q, k, v, 0.3, window), by_loops(q, k, v, 0.3, window))
 
 
 @pytest.mark.parametrize("window", [None, 0, 2, 100])
@@ -323,7 +324,7 @@ def test_packing_pads_and_refuses_to_drop():
 def test_what_a_cpu_offers():
     reasons = available(CPU)
     assert list(reasons) == list(BACKENDS)
-    assert [name for name, reason in reasons.items() if reason is None] == ["sdpa", "reference"]
+    assert [name for name, reason in reasons.items() if reason is None] == ["sdpa", "batched", "reference"]
     assert available(CPU, training=False)["flex"] is None
     require("sdpa", CPU, torch.float64, head_dim=64, needs_documents=True, needs_window=True)
     for name in ("cudnn", "flash", "fa2", "fa3", "fa4", "flex"):
@@ -342,6 +343,7 @@ GPU_RUNS = [
     pytest.param(name, documents, window, marks=on_gpu, id=f"{name}-{'documents' if documents else 'rows'}-{window}")
     for name in BACKENDS
     for documents, window in GPU_CASES
+    if name != "batched"  # bf16 throughout, for CPUs
     if name not in ("cudnn", "flash") or not (documents or window is not None)
     if name != "flex" or (documents, window) in ((False, None), (True, 0), (True, 140))  # each takes seconds to compile
 ]

@@ -32,11 +32,11 @@ def fail_to_load():
 @pytest.fixture
 def table(monkeypatch):
     """Back ends by name; the time of each is looked up instead of measured."""
-    entries, times = {}, {}
+    entries, times = {"d": Backend(fail_to_load, lambda needs: None)}, {}
 
-    def add(name, attend=reference, ms=1.0, refuses=None, load=None):
-        entries[name] = Backend(load or (lambda: attend), lambda needs: refuses)
-        times[entries[name].load()] = ms if load is None else None
+    def add(name, attend=reference, ms=1.0, refuses=None):
+        entries[name] = Backend(lambda: attend, lambda needs: refuses)
+        times[attend] = ms
 
     def look_up(attend, *shape):
         if times[attend] is None:
@@ -46,6 +46,7 @@ def table(monkeypatch):
     monkeypatch.setattr(select, "TABLE", entries)
     monkeypatch.setattr(select, "time_ms", look_up)
     monkeypatch.setattr(select, "ORDER", ("a", "b", "c"))
+    monkeypatch.setattr(select, "FALLBACKS_MASKED", ("d",))
     add.entries = entries
     return add
 
@@ -98,8 +99,19 @@ def test_no_time_left(table, caplog):
     assert "b: not tried, " in caplog.text
 
 
-def test_nothing_works(table):
+def test_a_fallback_only_where_nothing_else_works(table, caplog):
+    caplog.set_level(logging.INFO)
     for name in "abc":
+        table(name, broken)
+    table("d", copy_of_reference())
+    assert pick() == "d"
+    table("c", copy_of_reference(), ms=9.0)
+    assert pick() == "c"
+    assert "d: not tried, kept for where nothing else works" in caplog.text
+
+
+def test_nothing_works(table):
+    for name in "abcd":
         table(name, broken)
     with pytest.raises(ValueError, match=r"no attention back end works on cpu: a: RuntimeError at"):
         pick()

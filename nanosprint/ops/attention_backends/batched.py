@@ -2,7 +2,8 @@
 
 Scores of all heads exist at once, (B, H, S, S), so this is for rows of a few hundred tokens. Measured on two cores
 with bf16 products at B 32, S 128, H 2, K 64, whole blocks forward and backward: 39.5 ms against 60.3 ms with
-scaled_dot_product_attention, whose CPU kernel converts bf16 back and forth.
+scaled_dot_product_attention, whose CPU kernel converts bf16 back and forth. The backward pass written out saves
+another 1 to 2 ms of the 82 that a step of recipe shakespeare takes on one core.
 """
 
 from functools import lru_cache
