@@ -8,10 +8,11 @@ from torch import Tensor, nn
 from nanosprint.config.model import AttnSpec, ModelConfig
 from nanosprint.model.context import Context
 from nanosprint.model.linear import init_linear, init_projection, linear
-from nanosprint.model.norm import rms_norm
+from nanosprint.model.norm import FP32_EPS, rms_norm
 from nanosprint.model.roles import Role
 from nanosprint.model.rotary import Rotary
 from nanosprint.ops.attention import Attention
+from nanosprint.ops.qk_norm_rotary import qk_norm_rotary
 
 
 @dataclass
@@ -77,15 +78,8 @@ class SelfAttention(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Returns the mixed tokens and this layer's own values (B, S, H, K), which later layers may want."""
         B, S, D = x_BSD.shape
-        heads = (B, S, self.config.num_heads, self.config.head_dim)
-        qk, v = linear(x_BSD, self.qkv, self.qkv_bias).split((2 * D, D), dim=-1)
-        v = own_values = v.view(heads)
-        qk = qk.view(B, S, 2 * self.config.num_heads, self.config.head_dim).to(self.stream_dtype)
-        if self.config.qk_norm:
-            qk = rms_norm(qk)
-        if self.rotary is not None:
-            qk = self.rotary(qk, 0 if cache is None else cache.length)
-        q, k = qk.to(x_BSD.dtype).chunk(2, dim=2)
+        q, k, v = self._queries_keys_values(x_BSD, 0 if cache is None else cache.length)
+        own_values = v
         if self.value_mix is not None:
             assert first_values is not None, "the recipe was validated: an earlier layer has values"
             v = torch.lerp(v, first_values, self.value_mix.to(v.dtype))
@@ -94,8 +88,22 @@ class SelfAttention(nn.Module):
         if self.table_weight is not None:
             assert self.spec.value_table is not None
             assert context.tables is not None
-            v = v + self.table_weight.to(v.dtype) * context.tables[self.spec.value_table].view(heads)
+            v = v + self.table_weight.to(v.dtype) * context.tables[self.spec.value_table].view(v.shape)
         if cache is not None:
             k, v = cache.append(k, v)
         y = self.attend(q, k, v, self.scale, context.window(self.spec.window), context.documents)
         return linear(y.reshape(B, S, D), self.out, self.out_bias), own_values
+
+    def _queries_keys_values(self, x_BSD: Tensor, start: int) -> tuple[Tensor, Tensor, Tensor]:
+        """(B, S, H, K) each; queries and keys normed and turned as the recipe has it, the first token at `start`."""
+        B, S, D = x_BSD.shape
+        config, qkv = self.config, linear(x_BSD, self.qkv, self.qkv_bias)
+        if config.qk_norm and self.rotary is not None:
+            tables = self.rotary.tables(start, S)
+            return qk_norm_rotary(qkv, config.num_heads, *tables, FP32_EPS, self.stream_dtype)
+        q, k, v = (t.view(B, S, config.num_heads, config.head_dim) for t in qkv.split(D, dim=-1))
+        if config.qk_norm:
+            q, k = rms_norm(q), rms_norm(k)
+        if self.rotary is not None:
+            q, k = self.rotary(q, start), self.rotary(k, start)
+        return q, k, v

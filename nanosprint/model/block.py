@@ -58,10 +58,10 @@ class Block(nn.Module):
             keep, inject = self.entry.to(x.dtype).unbind()
             x = keep * x + inject * x0_BSD
         if self.spec.mixer is not None:
-            mixed, values = self.mixer(self.mixer_norm(x).to(self.compute_dtype), context, first_values, cache)
+            mixed, values = self.mixer(self.mixer_norm(x, self.compute_dtype), context, first_values, cache)
             x = x + self.config.attn_branch_scale * mixed if self.config.attn_branch_scale != 1 else x + mixed
         if self.spec.mlp is not None:
-            x = x + self.mlp(self.mlp_norm(x).to(self.compute_dtype))
+            x = x + self.mlp(self.mlp_norm(x, self.compute_dtype))
         if self.spec.tap is not None:
             taps[self.spec.tap] = x
         return x, values

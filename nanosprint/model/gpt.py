@@ -74,7 +74,7 @@ class GPT(nn.Module):
         for i, layer in enumerate(self.layers):
             x, values = layer(x, context, x0, taps, first_values, None if caches is None else caches[i])
             first_values = values if first_values is None else first_values
-        return self.norm(x).to(self.compute_dtype)
+        return self.norm(x, self.compute_dtype)
 
     def forward(
         self, tokens: Tensor, context: Context = NO_CONTEXT, caches: list[KVCache | None] | None = None

@@ -6,14 +6,15 @@ from torch import Tensor, nn
 
 from nanosprint.config.model import ModelConfig
 from nanosprint.model.roles import Role
+from nanosprint.ops import rms_norm as ops
 
 # RMSNorm's epsilon stays that of fp32 in bf16 too: bf16's own (2^-7) would shrink small embeddings many-fold.
 FP32_EPS = torch.finfo(torch.float32).eps
 
 
-def rms_norm(x: Tensor, eps: float | None = None) -> Tensor:
-    """Divide by the root mean square over the last axis; no gain (Zhang & Sennrich 2019, arXiv:1910.07467)."""
-    return F.rms_norm(x, (x.size(-1),), eps=FP32_EPS if eps is None else eps)
+def rms_norm(x: Tensor, eps: float | None = None, dtype: torch.dtype | None = None) -> Tensor:
+    """`ops.rms_norm` with the epsilon of fp32 where none is given."""
+    return ops.rms_norm(x, FP32_EPS if eps is None else eps, dtype)
 
 
 class LayerNorm(nn.Module):
@@ -27,9 +28,10 @@ class LayerNorm(nn.Module):
         self.gain = nn.Parameter(torch.ones(dim))
         self.bias = nn.Parameter(torch.zeros(dim)) if bias else None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Normed x, in `dtype` where given."""
         bias = None if self.bias is None else self.bias.to(x.dtype)
-        return F.layer_norm(x, self.gain.shape, self.gain.to(x.dtype), bias, self.eps)
+        return F.layer_norm(x, self.gain.shape, self.gain.to(x.dtype), bias, self.eps).to(dtype or x.dtype)
 
 
 class RMSNorm(nn.Module):
@@ -39,8 +41,9 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.eps = eps
 
-    def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.eps)
+    def forward(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Normed x, in `dtype` where given."""
+        return rms_norm(x, self.eps, dtype)
 
 
 def build_norm(config: ModelConfig) -> nn.Module:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from nanosprint.config.model import RotarySpec
+from nanosprint.ops.rotary import rotate
 
 
 class Rotary(nn.Module):
@@ -42,7 +43,8 @@ class Rotary(nn.Module):
 
     def forward(self, x_BSHK: Tensor, start: int = 0) -> Tensor:
         """Rotate queries or keys whose first token stands at position `start`; the dtype is kept."""
-        stop = start + x_BSHK.size(1)
-        cos, sin = (t[start:stop, None, :].to(x_BSHK.dtype) for t in (self.cos_SP, self.sin_SP))
-        x1, x2 = x_BSHK.chunk(2, dim=-1)
-        return torch.cat((x1 * cos + x2 * sin, x2 * cos - x1 * sin), dim=-1)
+        return rotate(x_BSHK, *self.tables(start, x_BSHK.size(1)))
+
+    def tables(self, start: int, length: int) -> tuple[Tensor, Tensor]:
+        """Cosines and sines (length, K / 2) of the positions from `start` on."""
+        return self.cos_SP[start : start + length], self.sin_SP[start : start + length]

@@ -99,8 +99,9 @@ def choose(
     The check compares forward and backward with the reference on odd lengths, single-token and empty documents, window
     0 and a window larger than any document; those that pass are timed for a few milliseconds on `rows` (default: as
     many as make 32,768 tokens) of `seq_len` tokens with `window` (default, where needed: 640) and documents up to
-    `max_seq_len` (default: 2,048). Ranking and failures are logged once. Some 3 s on a GPU, in case FlashAttention-4
-    is installed up to its compile time more; on anything else it is "sdpa" at once. Processes of one run should ask
+    `max_seq_len` (default: 2,048). Ranking and failures are logged once. Once 3 s are spent and something
+    works, no further one is tried; sdpa and flex only where nothing else works. On anything but an NVIDIA GPU, and in
+    other dtypes than bf16 and fp16, it is "sdpa" at once. Processes of one run should ask
     one of them and share the answer, because timings differ.
     """
     if device.type != "cuda" or torch.version.hip is not None or dtype not in (torch.bfloat16, torch.float16):

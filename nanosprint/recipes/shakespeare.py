@@ -54,14 +54,14 @@ def shakespeare(dials: Dials) -> Recipe:
             layers=(layer,) * dials.num_layers,
             rotary=RotarySpec(base=1000.0),
             embed_norm=False,
-            ngrams=NgramSpec(orders=(2, 3, 4, 5, 6), rows=2**18),
+            ngrams=NgramSpec(orders=(2, 3, 4, 5, 6, 7, 8), rows=2**16),
             init=InitSpec(linear_std=0.5, embed_std=0.5),
         ),
         data=DataConfig(name="shakespeare", tokenizer="chars", order="shuffled"),
-        train=TrainConfig(num_steps=800, batch_tokens=dials.batch_tokens, lanes=dials.lanes, checkpoint_minutes=2),
+        train=TrainConfig(num_steps=600, batch_tokens=dials.batch_tokens, lanes=dials.lanes, checkpoint_minutes=2),
         schedule=Schedule(
-            lr=LRSchedule(cooldown_steps=480),  # 60 % of the run
-            momentum=MomentumSchedule(warmup_steps=100),
+            lr=LRSchedule(cooldown_steps=360),  # 60 % of the run
+            momentum=MomentumSchedule(warmup_steps=75),
         ),
         groups=(
             ParamGroup(role="matrix", rule=MuonConfig(), lr=0.02),
@@ -71,5 +71,5 @@ def shakespeare(dials: Dials) -> Recipe:
             ParamGroup(role="scalar", rule=ADAM, lr=0.02),
         ),
         precision=Precision(compute="bf16"),
-        eval=EvalConfig(seq_len=dials.seq_len, every=200, batch_tokens=8192),
+        eval=EvalConfig(seq_len=dials.seq_len, stride=dials.seq_len // 2, every=200, batch_tokens=8192),
     )

@@ -13,6 +13,8 @@ from nanosprint.data.loader import Batch
 from nanosprint.model.context import Context
 from nanosprint.ops.attention import Documents
 
+_LONG_DOCUMENT = 2048  # tokens; most batches of tens of thousands of tokens hold one longer than half of that
+
 
 class ModelInput(NamedTuple):
     """Arguments of `GPT.loss_sum`."""
@@ -29,9 +31,12 @@ def model_inputs(batches: Iterable[Batch], windows: Windows | None) -> Iterator[
 
 
 def context_of(documents: DocumentEnds | None, windows: Windows | None) -> Context:
-    """A layer's view of them."""
+    """A layer's view of them. The bound on documents' lengths is a round number: every new one is a new graph."""
+    bounded = None
+    if documents is not None:
+        bounded = Documents(documents.ends, max(_LONG_DOCUMENT, 1 << (documents.longest - 1).bit_length()))
     return Context(
-        documents=None if documents is None else Documents(documents.ends, documents.longest),
+        documents=bounded,
         short=None if windows is None else windows.short,
         long=None if windows is None else windows.long,
     )

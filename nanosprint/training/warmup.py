@@ -6,7 +6,7 @@ so that warming up and training gives what training alone gives; a test holds th
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -18,19 +18,39 @@ from nanosprint.training.step import LossSum, train_step
 Synchronize = Callable[[], None]
 
 
-def warm_up(
-    state: TrainState, loss_sum: LossSum, recipe: Recipe, lanes: int, micro_batches: int, *, steps: int = 1
-) -> None:
-    """Train `steps` steps on random tokens and validate on one batch of them, then restore `state`."""
+def warm_up(state: TrainState, loss_sum: LossSum, recipe: Recipe, lanes: int, micro_batches: int) -> None:
+    """Train and validate on random tokens once for every graph that the run will need, then restore `state`."""
     saved = copied(state.capture())
+    rows = max(1, recipe.eval.batch_tokens // recipe.eval.seq_len)
     try:
-        for _ in range(steps):
+        for step in new_graphs(recipe, range(recipe.train.num_steps)):
+            state.step = step
             _random_step(state, loss_sum, recipe, lanes, micro_batches)
         with torch.no_grad():
-            rows = max(1, recipe.eval.batch_tokens // recipe.eval.seq_len)
-            loss_sum(*random_input(recipe, rows, recipe.eval.seq_len, state.model.embed.weight.device))
+            for step in new_graphs(recipe, validation_steps(recipe)):
+                loss_sum(*random_input(recipe, rows, recipe.eval.seq_len, state.model.embed.weight.device, step))
     finally:
         state.restore(saved)
+
+
+def new_graphs(recipe: Recipe, steps: Iterable[int]) -> list[int]:
+    """Those of `steps` at which shapes or windows are new, so that a compiled model needs another graph."""
+    seen: set[tuple[object, ...]] = set()
+    first = []
+    for step in steps:
+        plan = recipe.plan(step)
+        key = (plan.batch_tokens, plan.seq_len, plan.windows)
+        if key not in seen:
+            seen.add(key)
+            first.append(step)
+    return first
+
+
+def validation_steps(recipe: Recipe) -> list[int]:
+    """The steps whose windows validation uses; after the last step, those of that step."""
+    every, last = recipe.eval.every, recipe.train.num_steps - 1
+    between = range(every, last, every) if every else ()
+    return [*([0] if recipe.eval.at_start else []), *between, last]
 
 
 def measure_step_ms(

@@ -36,6 +36,19 @@ def test_against_loops(power):
     assert torch.equal(table[5], start[5])
 
 
+def test_lookups_in_blocks_give_what_all_at_once_give(monkeypatch):
+    rows = torch.tensor([3, 0, 3, 3, 1, 0, 4])
+    grads = torch.randn(7, 3, dtype=torch.float64)
+    results = []
+    for block in (100, 3):
+        monkeypatch.setattr("nanosprint.optim.row_adagrad._CPU_BLOCK", block)
+        table = nn.Parameter(torch.ones(6, 3, dtype=torch.float64))
+        table.grad = torch.sparse_coo_tensor(rows[None], grads, table.shape, check_invariants=True)
+        RowAdagrad([table], lr=0.3).step()
+        results.append(table.detach())
+    torch.testing.assert_close(*results, rtol=1e-15, atol=1e-15)
+
+
 def test_an_embedding_learns():
     torch.manual_seed(0)
     table = nn.Embedding(50, 4, sparse=True)

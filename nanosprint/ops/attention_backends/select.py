@@ -14,16 +14,15 @@ from nanosprint.ops.attention_backends.table import TABLE, Needs
 
 log = logging.getLogger(__name__)
 
-# In the order of the speeds seen on an H200, so that what the time budget cuts off is unlikely to have won: on 64 x 1,024
-# tokens cudnn 1.33 ms forward and backward, flash 1.84, fa2 2.09; on documents fa4 took 0.6 of fa2's time.
+# In the order of the speeds seen on an H200, so that what the time budget cuts off is unlikely to have won: 64 x 1,024
+# tokens forward and backward took cudnn 1.33 ms, flash 1.84, fa2 2.09; on documents fa4 took 0.6 of fa2's time.
 ORDER = ("fa3", "fa4", "cudnn", "fa2", "flash")
 # These are never first where another works: sdpa takes cuDNN's kernel for dense rows, and on documents 3 to 5 times as
-# long as fa2; flex is 1.1 to 1.4 times as slow as fa2, and half a minute goes into compiling what checks it.
+# long as fa2; flex takes 1.1 to 1.4 times as long as fa2, and each window of its check some five seconds to compile.
 FALLBACKS = ("sdpa",)
 FALLBACKS_MASKED = ("flex", "sdpa")
 BUDGET_S = 3.0
 _REPEATS = 5
-_BACKWARD_WITH_FORWARD = 3.5  # FLOPs of both over those of the forward pass
 
 
 def fastest(
