@@ -71,5 +71,5 @@ def shakespeare(dials: Dials) -> Recipe:
             ParamGroup(role="scalar", rule=ADAM, lr=0.02),
         ),
         precision=Precision(compute="bf16"),
-        eval=EvalConfig(seq_len=dials.seq_len, stride=dials.seq_len // 2, every=200, batch_tokens=8192),
+        eval=EvalConfig(seq_len=dials.seq_len, every=100, batch_tokens=8192),
     )
