@@ -174,6 +174,7 @@ def test_every_recipe_and_command_is_told_of():
 @needs_make
 @pytest.mark.parametrize(("target", "last"), [("quickstart", "scripts/quickstart.sh"), ("test", "-m pytest")])
 def test_the_two_commands_of_make(target, last):
-    shown = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True)
+    command = ["make", "--no-print-directory", "-n", target]  # within `make test`, make would announce itself
+    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert shown.returncode == 0, shown.stderr
     assert last in shown.stdout.splitlines()[-1]

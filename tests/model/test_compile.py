@@ -1,0 +1,46 @@
+"""Every recipe's loss is one graph, and the compiled model is the eager one.
+
+On a CPU the eager model runs hand-written backward passes where the compiled one traces plain formulas, so this also
+holds the two against each other.
+"""
+
+import pytest
+import torch
+
+from nanosprint.config import Execution
+from nanosprint.recipes import load_recipe
+from nanosprint.training.batch import random_input
+from nanosprint.training.setup import build_state
+from tests.recipes.test_ladder import LADDER, PACKED, SMALL
+
+
+@pytest.mark.parametrize("name", [n for n in LADDER if n != "soap"])
+def test_one_graph_and_the_same_numbers(name):
+    recipe = load_recipe(name, {**SMALL, **(PACKED if name in ("longwindow", "sub3") else {})})
+    execution = Execution(device="cpu", compute="fp32", attention="sdpa", compile="off", fp8="off")
+    state = build_state(recipe, execution, 0, torch.device("cpu"))
+    model = state.model
+    with torch.no_grad():  # zeros would hide differences
+        for i, p in enumerate(model.parameters()):
+            p.add_(0.05 * torch.randn(p.shape, generator=torch.Generator().manual_seed(i)))
+    arguments = random_input(recipe, 2, recipe.model.seq_len, torch.device("cpu"))
+    graphs = []
+
+    def count(graph_module, inputs):
+        graphs.append(graph_module)
+        return torch._dynamo.lookup_backend("aot_eager")(graph_module, inputs)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(model.loss_sum, dynamic=False, fullgraph=True, backend=count)
+    losses, gradients = [], []
+    for loss_sum in (model.loss_sum, compiled, compiled):
+        model.zero_grad()
+        loss = loss_sum(*arguments)
+        loss.backward()
+        losses.append(loss.detach())
+        gradients.append({n: p.grad.clone() for n, p in model.named_parameters()})
+    assert len(graphs) == 1
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=0)
+    for n, expected in gradients[0].items():
+        scale = float(expected.abs().max()) + 1e-12
+        torch.testing.assert_close(gradients[1][n] / scale, expected / scale, rtol=0, atol=1e-4)
