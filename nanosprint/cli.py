@@ -23,15 +23,22 @@ if TYPE_CHECKING:
 
 STARTED = time.time()
 EXIT_FAILED, EXIT_USAGE, EXIT_DIVERGED = 1, 2, 3
+PATIENCE_S = 10.0  # a mistake usually stops every process: the main one tells it, and the others are ended meanwhile
 DEBUG = "NANOSPRINT_DEBUG"  # in the environment, so that the processes of --gpus see it, too
 
 
 def main() -> None:
     """Entry point of `nanosprint` and of `python -m nanosprint`."""
+    if _is_main():
+        talk()
+    sys.exit(guarded(lambda: cli.main(standalone_mode=False), 0.0 if _is_main() else PATIENCE_S))
+
+
+def talk() -> None:
+    """Show what the program logs: choices, fallbacks, what takes long."""
     logger = logging.getLogger("nanosprint")
     logger.addHandler(logging.StreamHandler())
     logger.setLevel(logging.INFO)
-    sys.exit(guarded(lambda: cli.main(standalone_mode=False)))
 
 
 def guarded(work: Callable[[], Any], patience_s: float = 0.0) -> int:
@@ -121,7 +128,7 @@ def train(
     words, execution_words = _split_overrides(overrides)
     request = RunRequest(
         recipe=load_recipe(recipe, words),
-        execution=_execution(Execution(), execution_words, device, gpus),
+        execution=_execution(Execution(), execution_words, device, _processes(gpus)),
         seed=seed,
         data=None if data is None else str(data),
         max_steps=max_steps,
@@ -159,7 +166,7 @@ def resume(run: Path, overrides: tuple[str, ...], gpus: int | None, device: str 
         if record.status in ("finished", "stopped") and record.steps >= request.last_step:
             click.echo(f"{run} is finished: {record.steps} steps, validation loss {_loss(record)}")
             return
-    changed = _execution(request.execution, execution_words, device, gpus)
+    changed = _execution(request.execution, execution_words, device, _processes(gpus))
     request = resumed(request, changed)
     _carry_out(request, run_dir if _is_main() else None, resume=True)
 
@@ -206,7 +213,7 @@ def _carry_out(request: "RunRequest", run_dir: "RunDir | None", *, resume: bool)
     if request.execution.allocator in ("auto", "expandable"):
         # Segments that grow leave fewer holes; read by torch when it is imported, ignored on a CPU.
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    if request.execution.gpus > 1 and "RANK" not in os.environ:
+    if request.execution.gpus > 1 and not _is_launched():
         from nanosprint.launch import launch
 
         assert run_dir is not None
@@ -237,7 +244,22 @@ def _loss(record: "RunRecord") -> str:
 
 def _is_main() -> bool:
     """Whether this process writes the run directory: alone, or the first of those that torchrun started."""
-    return os.environ.get("RANK", "0") == "0"
+    return not _is_launched() or os.environ["RANK"] == "0"
+
+
+def _is_launched() -> bool:
+    """Whether torchrun started this process."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def _processes(gpus: int | None) -> int | None:
+    """The number of processes asked for; under torchrun it is what it has started."""
+    if not _is_launched():
+        return gpus
+    world_size = int(os.environ["WORLD_SIZE"])
+    if gpus not in (None, world_size):
+        raise ValueError(f"--gpus {gpus}, but torchrun has started {world_size} processes: leave --gpus out")
+    return world_size
 
 
 def _split_overrides(words: tuple[str, ...]) -> tuple[dict[str, str], dict[str, str]]:

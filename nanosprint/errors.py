@@ -17,8 +17,9 @@ class DivergedError(RuntimeError):
 
 
 class Interrupted(RuntimeError):
-    """A signal asked the run to stop; its state was saved first. `signum` is the signal's number."""
+    """A signal asked the run to stop. `signum` is the signal's number; `saved`: whether the state was saved."""
 
-    def __init__(self, signum: int, step: int) -> None:
-        super().__init__(f"stopped by signal {signum} after step {step}; the state is saved")
+    def __init__(self, signum: int, step: int, *, saved: bool) -> None:
+        outcome = "the state is saved" if saved else "the state could not be saved; the last good checkpoint stays"
+        super().__init__(f"stopped by signal {signum} after step {step}; {outcome}")
         self.signum, self.step = signum, step

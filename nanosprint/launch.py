@@ -3,9 +3,11 @@
 import logging
 import os
 import sys
+import time
+import traceback
 from typing import Any
 
-from nanosprint.cli import DEBUG
+from nanosprint.cli import DEBUG, EXIT_FAILED, PATIENCE_S
 from nanosprint.config.edit import from_dict, to_dict
 from nanosprint.errors import UserError
 from nanosprint.results.runs import RunDir
@@ -18,6 +20,7 @@ def launch(request: RunRequest, run_dir: RunDir, *, resume: bool, started: float
     Raises UserError when there are fewer GPUs than processes.
     """
     import torch
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -44,15 +47,19 @@ def launch(request: RunRequest, run_dir: RunDir, *, resume: bool, started: float
     except ChildFailedError as error:
         _, failure = error.get_first_failure()
         return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+    except SignalException as error:  # passed on to the processes, which have said what they did about it
+        return 128 + int(error.sigval)
     return 0
 
 
 def _worker(request: dict[str, Any], path: str, resume: bool, started: float) -> None:
     """One process. Only the main one is given the run directory; it tells the others."""
-    from nanosprint.cli import guarded
+    from nanosprint.cli import guarded, talk
     from nanosprint.training.api import carry_out
 
     main = os.environ["RANK"] == "0"
+    if main:
+        talk()
 
     def work() -> None:
         run_dir = RunDir(path) if main else None
@@ -60,7 +67,12 @@ def _worker(request: dict[str, Any], path: str, resume: bool, started: float) ->
 
     # A mistake usually stops every process. The main one tells it at once and the launcher then ends the others, which
     # wait their turn; one that failed alone gets to speak.
-    code = guarded(work, patience_s=0.0 if main else 10.0)
+    try:
+        code = guarded(work, patience_s=0.0 if main else PATIENCE_S)
+    except Exception:  # a fault of ours: the launcher would keep it to itself
+        time.sleep(0.0 if main else PATIENCE_S)
+        traceback.print_exc()
+        code = EXIT_FAILED
     if code:
         sys.stdout.flush()
         sys.stderr.flush()

@@ -16,7 +16,7 @@ if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1; then
     echo "an NVIDIA driver is here: installing torch with CUDA"
     "${pip[@]}" install -e ".[$extra,energy]"
 else
-    echo "no NVIDIA driver: installing the CPU build of torch"
+    echo "no NVIDIA driver: installing torch as constraints-cpu.txt pins it"
     # The common Linux wheel brings CUDA along. PyTorch has an index of builds for CPUs alone: TORCH_INDEX_URL names it.
     "${pip[@]}" install --constraint constraints-cpu.txt ${TORCH_INDEX_URL:+--extra-index-url "$TORCH_INDEX_URL"} torch
     "${pip[@]}" install --constraint constraints-cpu.txt -e ".[$extra]"

@@ -151,6 +151,11 @@ class ModelConfig:
                 f"rotary positions need a head size divisible by 4, not {self.head_dim} "
                 f"(model.dim={self.dim} / model.num_heads={self.num_heads})"
             )
+        if not 0 < self.rotary.fraction <= 1 or self.rotary.base <= 1:
+            raise ValueError(
+                f"model.rotary: fraction={self.rotary.fraction} must lie above 0 and at most at 1, "
+                f"base={self.rotary.base} above 1"
+            )
         if self.tied_head and self.init.head == "zero":
             raise ValueError("model.tied_head with model.init.head=zero would zero the embedding: use as_linear")
         if self.ngrams is not None:

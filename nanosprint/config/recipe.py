@@ -34,7 +34,7 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """Length and batch of a run. A step is divided into `lanes` equal parts that never see each other's tokens."""
+    """Length and batch of a run. A step is divided into `lanes` equal parts, which attention never crosses."""
 
     num_steps: int = steps_field()
     batch_tokens: int
@@ -133,9 +133,15 @@ class Recipe:
         if self.train.num_steps < 1:
             raise ValueError(f"train.num_steps={self.train.num_steps} must be at least 1")
         self.schedule.validate(self.train.num_steps)
+        self._validate_numbers()
         self._validate_batch()
         self._validate_eval()
         self._validate_windows()
+        if self.train.grad_clip is not None and any(g.every > 1 for g in self.groups):
+            raise ValueError(
+                f"train.grad_clip={self.train.grad_clip} cannot be had with groups that wait for their turn, since a "
+                "norm over some of the gradients means nothing: set every=1, or train.grad_clip=none"
+            )
         if self.train.grad_clip is not None and self.model.ngrams is not None:
             raise ValueError(
                 f"train.grad_clip={self.train.grad_clip} cannot be had with model.ngrams, whose gradients are sparse: "
@@ -158,6 +164,28 @@ class Recipe:
                 f"train.batch_tokens={batch} is not a multiple of train.lanes x model.seq_len = {lanes} x {seq_len}: "
                 f"the nearest that fits is {nearest}"
             )
+
+    def _validate_numbers(self) -> None:
+        """Numbers whose nonsense would show itself late, or never."""
+        train, lr, windows = self.train, self.schedule.lr, self.schedule.windows
+        checks = [
+            ("train.log_every", train.log_every, train.log_every >= 1, "at least 1"),
+            ("train.checkpoint_every", train.checkpoint_every, train.checkpoint_every >= 0, "0 (by time only) or more"),
+            ("train.grad_clip", train.grad_clip, train.grad_clip is None or train.grad_clip > 0, "positive, or none"),
+            ("schedule.lr.floor", lr.floor, 0 <= lr.floor <= 1, "between 0 and 1"),
+            ("eval.every", self.eval.every, self.eval.every >= 0, "0 (only at the end) or more"),
+            ("eval.batch_tokens", self.eval.batch_tokens, self.eval.batch_tokens >= 1, "at least 1"),
+            ("data.mean_document", self.data.mean_document, self.data.mean_document >= 1, "at least 1"),
+            ("schedule.windows.block", windows and windows.block, windows is None or windows.block >= 1, "at least 1"),
+        ]
+        for i, group in enumerate(self.groups):
+            checks += [
+                (f"groups.{i}.lr", group.lr, 0 <= group.lr < float("inf"), "0 or more, and finite"),
+                (f"groups.{i}.every", group.every, group.every >= 1, "at least 1"),
+            ]
+        for key, value, fits, expected in checks:
+            if not fits:
+                raise ValueError(f"{key}={value}: it must be {expected}")
 
     def _validate_windows(self) -> None:
         for i, layer in enumerate(self.model.layers):

@@ -7,6 +7,7 @@ while the others wait, and then find it done.
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 
 @contextlib.contextmanager
@@ -24,3 +25,20 @@ def locked(path: Path) -> Iterator[None]:
             yield
         finally:
             fcntl.flock(file, fcntl.LOCK_UN)
+
+
+def try_lock(path: Path) -> BinaryIO | None:
+    """Take an exclusive lock on the file `path` without waiting: the open file that holds it, or None if it is taken.
+
+    The lock lasts until the file is closed or the process ends.
+    """
+    import fcntl
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = open(path, "ab")  # noqa: SIM115 - the caller keeps it open
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        return None
+    return file

@@ -27,7 +27,9 @@ class Rotary(nn.Module):
         pairs = self.head_dim // 2
         turning = round(pairs * self.spec.fraction)
         # Half-truncated rotary spreads the frequencies that are left over the whole range, both ends included.
-        exponent = torch.arange(turning, dtype=torch.float64) / (pairs if self.spec.fraction == 1 else turning - 1)
+        exponent = torch.arange(turning, dtype=torch.float64) / (
+            pairs if self.spec.fraction == 1 else max(1, turning - 1)
+        )
         frequency = torch.cat([self.spec.base**-exponent, torch.zeros(pairs - turning, dtype=torch.float64)])
         angle = torch.outer(torch.arange(seq_len, dtype=torch.float64), frequency)
         device = device or torch.empty(0).device  # honours `with torch.device("meta")`

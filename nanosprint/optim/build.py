@@ -55,6 +55,11 @@ class Optimizers:
     def __iter__(self) -> Iterator[torch.optim.Optimizer]:
         return (optimizer for optimizer, _ in self.optimizers)
 
+    def due(self, plan: StepPlan) -> list[Tensor]:
+        """The parameters whose turn it is at this step, in a fixed order."""
+        turn = [optimizer for optimizer, every in self.optimizers if (plan.step + 1) % every == 0]
+        return [p for optimizer in turn for group in optimizer.param_groups for p in group["params"]]
+
     def step(self, plan: StepPlan) -> None:
         """Update every parameter whose turn it is and clear its gradient; the others go on accumulating."""
         for optimizer, every in self.optimizers:

@@ -84,8 +84,9 @@ def load_recipe(name: str, overrides: Mapping[str, Any] | Sequence[str] = ()) ->
         return apply_overrides(built, todo).validate()
     except ValueError as error:
         if str(error).startswith("unknown key"):  # name the nearest among the dials too
-            bad = next(k for k in todo if repr(k) in str(error))
-            raise unknown_key(bad, [*DIAL_KEYS, *known_keys(built)]) from None
+            bad = next((k for k in todo if repr(k) in str(error)), None)
+            if bad is not None:
+                raise unknown_key(bad, [*DIAL_KEYS, *known_keys(built)]) from None
         raise
 
 

@@ -6,7 +6,7 @@ whatever ends a run in between leaves an event in its metrics and a checkpoint t
 
 import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 
 from nanosprint.config.edit import apply_overrides, to_dict
 from nanosprint.config.recipe import Execution, Recipe
+from nanosprint.data.lock import try_lock
 from nanosprint.data.tokenizers import save_tokenizer
 from nanosprint.errors import DivergedError, Interrupted, UserError
 from nanosprint.results.metrics import metrics_sha256
@@ -41,7 +42,7 @@ def train(
     execution: Execution | Mapping[str, Any] | None = None,
     max_steps: int | None = None,
 ) -> RunRecord:
-    """Train `recipe` and return its record; under torchrun every process calls this, the main one gets the record.
+    """Train `recipe` and return its record; under torchrun every process calls this and gets the main one's record.
 
     out: the run directory, by default a new one under runs/. data: a folder of shards, by default the recipe's own
     under data/. execution: how to carry it out, an `Execution` or a mapping of its fields. Raises ValueError for what
@@ -50,6 +51,11 @@ def train(
     carried: Execution = (
         execution if isinstance(execution, Execution) else apply_overrides(Execution(), execution or {})
     )
+    if carried.gpus > 1 and distributed.launched_rank() is None:
+        raise UserError(
+            f"execution gpus={carried.gpus}: from Python this trains in the process that calls it; start several with "
+            "torchrun, or use `nanosprint train --gpus`"
+        )
     request = RunRequest(
         recipe=recipe.validate(),
         execution=carried,
@@ -58,9 +64,7 @@ def train(
         max_steps=max_steps,
         created=timestamp(),
     )
-    record = carry_out(request, start_run(request, out) if not distributed.launched_rank() else None)
-    assert record is not None
-    return record
+    return carry_out(request, start_run(request, out) if not distributed.launched_rank() else None)
 
 
 def carry_out(
@@ -70,21 +74,22 @@ def carry_out(
     resume: bool = False,
     console: bool = False,
     started: float | None = None,
-) -> RunRecord | None:
+) -> RunRecord:
     """Train what `request` asks for, from its checkpoint with `resume`, and write the record into `run_dir`.
 
-    `run_dir` is None on every process but the main one, which tells the others; only the main one gets the record.
+    `run_dir` is None on every process but the main one, which tells the others; all get its record.
     `started` is the time.time() of the command, for the start-up time.
     """
     started = time.time() if started is None else started
     world = distributed.start(request.execution.device)
-    try:
-        request, path = distributed.from_main((request, run_dir and str(run_dir.path)))
+    request, path = distributed.from_main((request, run_dir and str(run_dir.path)))
+    with _taken(run_dir):
         session = _Session(request, RunDir(Path(path)), world, resume, console, started)
-        record = session.run()
-        return record if world.is_main else None
-    finally:
-        distributed.stop()
+        record: RunRecord = distributed.from_main(session.run())
+    # After an error the group is left standing: closing it would wake the others with errors of their own, and the
+    # first to speak would not be the one that knows.
+    distributed.stop()
+    return record
 
 
 class _Session:
@@ -102,11 +107,16 @@ class _Session:
         self.display = display
         if world.is_main:
             run_dir.write_environment(self.environment)
+            if resume:
+                save_request(run_dir, request)  # what the command line changed holds from now on
+                run_dir.record_path.unlink(missing_ok=True)
+                checkpoint.clean(run_dir.checkpoints_path)
         self.log = RunLog(
             run_dir, rank=world.rank, console=display, wandb=request.wandb, tensorboard=request.tensorboard
         )
 
-    def run(self) -> RunRecord:
+    def run(self) -> RunRecord | None:
+        """Train; the record, on the main process."""
         with self.log:
             try:
                 data = find_data(self.request)
@@ -141,7 +151,7 @@ class _Session:
             save_request(self.run_dir, prepared.request)
         self.request = prepared.request
 
-    def _train(self, prepared: Prepared, saved: dict[str, Any] | None) -> RunRecord:
+    def _train(self, prepared: Prepared, saved: dict[str, Any] | None) -> RunRecord | None:
         meter = self._meter()
         clock = Clock(prepared.synchronize, hooks=[meter])
         ceiling = peak(self.world.device, str(self.request.execution.compute))
@@ -169,8 +179,8 @@ class _Session:
             raise
         return self._end(loop, startup_ms)
 
-    def _end(self, loop: Loop, startup_ms: float, error: BaseException | None = None) -> RunRecord:
-        """Close everything; write the record, unless the run was interrupted and is going to be resumed."""
+    def _end(self, loop: Loop, startup_ms: float, error: BaseException | None = None) -> RunRecord | None:
+        """Close everything; the main process writes the record, unless the run was interrupted and will be resumed."""
         with contextlib.suppress(RuntimeError):  # a device that failed cannot be waited for
             loop.stop_clock()
         loop.meter.close()
@@ -179,9 +189,10 @@ class _Session:
             told = str(error) or type(error).__name__
             self.log.event(status, show=False, step=loop.run.state.step, message=told)
         self.log.close()
+        if not self.world.is_main or isinstance(error, Interrupted | KeyboardInterrupt):
+            return None
         record = self._record(loop, status, startup_ms)
-        if self.world.is_main and not isinstance(error, Interrupted | KeyboardInterrupt):
-            record.save(self.run_dir)
+        record.save(self.run_dir)
         return record
 
     def _record(self, loop: Loop, status: Status, startup_ms: float) -> RunRecord:
@@ -213,7 +224,7 @@ class _Session:
             energy_j=loop.outcome.energy_j,
             energy_reason=loop.outcome.energy_reason,
             wait_fraction=1000 * loop.outcome.wait_s / train_ms if train_ms else None,
-            metrics_sha256=metrics_sha256(self.run_dir.metrics_path) if self.world.is_main else "",
+            metrics_sha256=metrics_sha256(self.run_dir.metrics_path),
             series=request.series,
             created=request.created,
         )
@@ -233,6 +244,19 @@ class _Session:
         if self.world.local_rank:
             return EnergyMeter(CountedElsewhere())
         return open_meter(self.world.device.type)
+
+
+@contextlib.contextmanager
+def _taken(run_dir: RunDir | None) -> Iterator[None]:
+    """Keep other processes from training in `run_dir`. Raises UserError where one already does."""
+    if run_dir is None:
+        yield
+        return
+    file = try_lock(run_dir.path / ".lock")
+    if file is None:
+        raise UserError(f"another process is training in {run_dir.path}: wait for it, or stop it")
+    with file:
+        yield
 
 
 def _status(error: BaseException | None, run: Prepared) -> Status:

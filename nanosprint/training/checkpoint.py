@@ -53,13 +53,10 @@ def load_latest(folder: Path) -> dict[str, Any] | None:
 
     Raises UserError when there are checkpoints but none is good.
     """
-    for leftover in folder.glob(f".step-*{TEMPORARY_SUFFIX}"):  # a checkpoint that a crash cut short
-        leftover.unlink(missing_ok=True)
     steps = list_steps(folder)
     for step in reversed(steps):
         path = _path(folder, step)
-        expected = json.loads(path.with_suffix(".json").read_text())["sha256"]
-        if _sha256(path) == expected:
+        if _is_whole(path):
             return load(path)
         _log.warning("checkpoint %s is damaged (its checksum does not match); trying the one before", path)
     if steps:
@@ -67,6 +64,20 @@ def load_latest(folder: Path) -> dict[str, Any] | None:
             f"every checkpoint in {folder} is damaged: move the folder away and `nanosprint resume` starts anew"
         )
     return None
+
+
+def clean(folder: Path) -> None:
+    """Remove what a crash in the middle of a checkpoint left. Not while another process may be writing one."""
+    for leftover in folder.glob(f".step-*{TEMPORARY_SUFFIX}"):
+        leftover.unlink(missing_ok=True)
+
+
+def _is_whole(path: Path) -> bool:
+    try:
+        expected = json.loads(path.with_suffix(".json").read_text())["sha256"]
+    except (ValueError, KeyError, TypeError, OSError):
+        return False
+    return _sha256(path) == expected
 
 
 def load(path: Path) -> dict[str, Any]:

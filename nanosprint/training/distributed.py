@@ -80,11 +80,6 @@ def stop() -> None:
         dist.destroy_process_group()
 
 
-def barrier() -> None:
-    if dist.is_initialized():
-        dist.barrier()
-
-
 def sum_(tensor: Tensor) -> Tensor:
     """Replace `tensor` by its sum over all processes, in place, and return it."""
     if dist.is_initialized():
@@ -128,6 +123,16 @@ def sum_gradients(parameters: Iterable[Tensor]) -> None:
         dist.all_reduce(flat)
         for p, part in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
             p.grad = part.view_as(p)
+
+
+def summed_copies(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Each gradient's sum over all processes, the gradients themselves untouched; every process must call it.
+
+    For what is still accumulating: a checkpoint holds the whole, of which the main process's part is one share.
+    """
+    if not dist.is_initialized():
+        return gradients
+    return {n: _gather_sparse(g) if g.is_sparse else sum_(g.clone()) for n, g in gradients.items()}
 
 
 def _gather_sparse(gradient: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from nanosprint.data.loader import TokenLoader, validation_batches
-from nanosprint.errors import DivergedError, Interrupted
+from nanosprint.errors import DivergedError, Interrupted, UserError
 from nanosprint.results.runs import RunDir
 from nanosprint.training import checkpoint, distributed
 from nanosprint.training.batch import model_inputs
@@ -51,6 +51,7 @@ class Loop:
         self.outcome = Outcome()
         self.pending: list[tuple[int, int, Tensor, int, Any]] = []  # step, tokens, loss sum, step's tokens, mark
         self.memory = PeakMemory(run.world.device)
+        self.memory.resume()  # warm-up does not count
         self.saved_step, self.saved_at = run.state.step, time.monotonic()
         middle = run.recipe.plan(run.recipe.train.num_steps // 2)
         self.flops_per_token = run.state.model.flops_per_token(middle.seq_len, middle.windows)
@@ -59,8 +60,13 @@ class Loop:
         """Go on from a checkpoint."""
         self.run.state.restore(saved)
         self.clock.restore(self.run.state.train_ms)
-        if self.run.world.is_main:  # it was the sum over all processes, and becomes the main one's share
+        if self.run.world.is_main:  # what was a sum over all processes becomes the main one's share
             self.meter.restore(saved["energy"])
+        else:
+            self.run.state.drop_gradients()
+        step, last = self.run.state.step, self.run.request.last_step
+        if step > last:
+            raise UserError(f"the run is at step {step} already, beyond --max-steps {last}")
         self.outcome.wait_s = saved["wait_s"]
         self.saved_step = self.run.state.step
 
@@ -73,7 +79,11 @@ class Loop:
         run, state, recipe = self.run, self.run.state, self.run.recipe
         last = run.request.last_step
         profile_dir = self.run_dir.profile_path if run.request.profile and run.world.is_main else None
-        with self._loader() as loader, StopRequest() as stop, profiled(profile_dir, run.world.device) as profiler:
+        with (
+            self._loader() as loader,
+            StopRequest(patient=run.world.size > 1) as stop,
+            profiled(profile_dir, run.world.device) as profiler,
+        ):
             steps = iter(loader)
             while True:
                 if self._checkpoint_due(last):
@@ -87,18 +97,19 @@ class Loop:
                     self.clock.start()
                 self._train(next(steps))
                 if profiler is not None:
+                    if profiler.writes_now:
+                        self.stop_clock()
                     profiler.step()
                 if state.step % recipe.train.log_every == 0 or state.step == last:
                     self.flush()
                 if self._stopped(stop, last):
-                    self.save()
-                    raise Interrupted(stop.signum or 0, state.step)
+                    raise Interrupted(stop.signum or 0, state.step, saved=self.save())
 
     def _train(self, data: Any) -> None:
         run, state = self.run, self.run.state
         plan = run.recipe.plan(state.step)
         inputs = model_inputs(data.micro_batches, plan.windows)
-        loss = train_step(state.model, run.loss_sum, state.optimizers, inputs, plan, run.recipe.train.grad_clip)
+        loss = train_step(run.loss_sum, state.optimizers, inputs, plan, run.recipe.train.grad_clip)
         state.step += 1
         state.tokens += plan.batch_tokens
         state.reader = data.state_after
@@ -123,18 +134,34 @@ class Loop:
             if not math.isfinite(line["loss"]):
                 raise DivergedError(line["step"], line["loss"])
 
-    def save(self) -> None:
-        """Write a checkpoint, off the clock. A full disk is reported and training goes on with the last good one."""
+    def save(self) -> bool:
+        """Write a checkpoint, off the clock; whether that worked, on every process.
+
+        A full disk is reported, and training goes on with the last good one.
+        """
         state = self.run.state
         self.stop_clock()
         self.flush()
+        self._check_weights()
         joules, reason = self.energy()
+        gradients = distributed.summed_copies(state.gradients())
         self.saved_step, self.saved_at = state.step, time.monotonic()
+        return bool(distributed.from_main(self._write_checkpoint(gradients, joules, reason)))
+
+    def _check_weights(self) -> None:
+        """Raise DivergedError if a weight is not finite: the loss shows it a step later than the update."""
+        finite = torch.stack([p.detach().isfinite().all() for p in self.run.state.model.parameters()])
+        if not bool(finite.all()):
+            raise DivergedError(self.run.state.step, math.nan)
+
+    def _write_checkpoint(self, gradients: dict[str, Tensor], joules: float | None, reason: str | None) -> bool:
+        state = self.run.state
         if not self.run.world.is_main:
-            return
+            return False
         state.train_ms = self.clock.train_ms
         content = {
             **state.capture(),
+            "gradients": gradients,
             "recipe_hash": self.run.recipe.hash,
             "energy": {"energy_j": joules, "reason": reason},
             "wait_s": self.outcome.wait_s,
@@ -142,10 +169,12 @@ class Loop:
         try:
             path = checkpoint.save(self.run_dir.checkpoints_path, content, state.step)
             self.log.event("checkpoint", step=state.step, file=path.name, message=f"saved {path.name}")
+            return True
         except OSError as error:
             self.log.event(
                 "checkpoint_failed", step=state.step, message=f"no checkpoint: {error}; the last good one stays"
             )
+            return False
 
     def validate(self) -> None:
         """Score the validation targets, off the clock."""

@@ -37,13 +37,20 @@ class StepProfiler:
     def __init__(self, folder: Path, device: torch.device) -> None:
         self.folder, self.device = folder, device
         self.table: str | None = None
+        self._steps = 0
         self._profiler = torch.profiler.profile(
             activities=_activities(device),
             schedule=torch.profiler.schedule(wait=WAIT, warmup=WARM_UP, active=ACTIVE, repeat=1),
             on_trace_ready=self._write,
         )
 
+    @property
+    def writes_now(self) -> bool:
+        """Whether the next `step` writes the files, which takes seconds."""
+        return self._steps + 1 == WAIT + WARM_UP + ACTIVE
+
     def step(self) -> None:
+        self._steps += 1
         self._profiler.step()
 
     def _write(self, profiler: Any) -> None:

@@ -45,6 +45,8 @@ class RunRequest:
     def __post_init__(self) -> None:
         if self.max_steps is not None and self.max_steps < 1:
             raise ValueError(f"--max-steps {self.max_steps} must be at least 1")
+        if self.execution.threads < 0:
+            raise ValueError(f"exec.threads={self.execution.threads} must not be negative; 0 leaves torch's choice")
         if self.execution.gpus < 1:
             raise ValueError(f"--gpus {self.execution.gpus} must be at least 1")
 
@@ -120,10 +122,11 @@ def resumed(request: RunRequest, execution: Execution) -> RunRequest:
     anew: set[str] = set()
     if execution.gpus != before.gpus or execution.device != before.device:
         anew |= {"lanes_per_microbatch"}
+        execution = replace(execution, threads=0 if execution.threads == before.threads else execution.threads)
     if execution.device != before.device:
         anew |= {"compute", "attention", "compile"}
     choices = {name: "auto" for name in anew if getattr(execution, name) == getattr(before, name)}
-    return replace(request, execution=apply_overrides(execution, choices))
+    return replace(request, execution=apply_overrides(execution, choices), profile=False)
 
 
 def timestamp() -> str:

@@ -20,14 +20,15 @@ _TOKENS_PER_MICROBATCH = {"cuda": 65_536, "mps": 16_384, "cpu": 16_384}
 def resolve(execution: Execution, recipe: Recipe, world: World) -> Execution:
     """The same execution with nothing left to choose. Raises UserError for what cannot work here."""
     device = world.device
-    compute = _compute(execution, recipe, device)
+    compute: str = distributed.from_main(_compute(execution, recipe, device))  # measured, so processes might differ
     choices = {
         "device": device.type,
         "gpus": world.size,
         "compute": compute,
-        "attention": _attention(execution, recipe, device, DTYPES[compute]),
+        "attention": _attention(execution, recipe, world, DTYPES[compute]),
         "compile": _compile(execution, recipe, device),
         "lanes_per_microbatch": _lanes(execution, recipe, world),
+        "threads": torch.get_num_threads(),
     }
     resolved: Execution = apply_overrides(execution, choices)
     return resolved
@@ -61,8 +62,9 @@ def _bf16_is_faster_on_cpu(size: int = 512, repeats: int = 5) -> bool:
     return best_time(torch.bfloat16) < 0.8 * best_time(torch.float32)
 
 
-def _attention(execution: Execution, recipe: Recipe, device: torch.device, dtype: torch.dtype) -> str:
-    """The back end asked for, if it can serve here, or the fastest; processes share the main one's answer."""
+def _attention(execution: Execution, recipe: Recipe, world: World, dtype: torch.dtype) -> str:
+    """The back end asked for, if it can serve here, or the fastest that the main process finds."""
+    device = world.device
     model, plan = recipe.model, recipe.plan(recipe.train.num_steps // 2)
     documents, windows = model.document_start is not None, plan.windows is not None
     if execution.attention != "auto":
@@ -71,8 +73,9 @@ def _attention(execution: Execution, recipe: Recipe, device: torch.device, dtype
         return execution.attention
     if device.type == "cpu" and not documents and max(model.seq_len, recipe.eval.seq_len) <= _SHORT_ROW:
         return "batched"
-    chosen: str = distributed.from_main(
-        choose(
+    chosen: str | None = None
+    if world.is_main:
+        chosen = choose(
             device,
             dtype,
             num_heads=model.num_heads,
@@ -82,8 +85,7 @@ def _attention(execution: Execution, recipe: Recipe, device: torch.device, dtype
             needs_window=windows,
             window=None if plan.windows is None else plan.windows.long,
         )
-    )
-    return chosen
+    return str(distributed.from_main(chosen))
 
 
 def _compile(execution: Execution, recipe: Recipe, device: torch.device) -> str:

@@ -58,11 +58,6 @@ class Prepared:
     def recipe(self) -> Recipe:
         return self.request.recipe
 
-    @property
-    def micro_batches(self) -> int:
-        """Micro-batches a step on each process."""
-        return _micro_batches(self.recipe, self.request.execution)
-
     def synchronize(self) -> None:
         """Wait until this process's device has done its work."""
         _synchronize(self.world.device)
@@ -106,6 +101,7 @@ def set_threads(execution: Execution, world: World) -> None:
 
 def build_state(recipe: Recipe, execution: Execution, seed: int, device: torch.device) -> TrainState:
     """Model with initial weights and its optimizers, before the first step."""
+    torch.manual_seed(seed)
     wide = torch.float64 if recipe.precision.compute == "fp64" else torch.float32
     compute = DTYPES[execution.compute]
     # On a CPU the stream is cheapest in fp32: norms in bf16 are ten times slower there than in fp32.

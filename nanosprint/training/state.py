@@ -25,12 +25,20 @@ class TrainState:
         """The state as tensors and plain values. Tensors are shared, not copied."""
         return {
             "model": self.model.state_dict(),
-            "gradients": {n: p.grad for n, p in self.model.named_parameters() if p.grad is not None},
+            "gradients": self.gradients(),
             "optimizers": self.optimizers.state_dict(),
             "rng": torch.get_rng_state(),
             "counters": {"step": self.step, "tokens": self.tokens, "train_ms": self.train_ms},
             "reader": self.reader,
         }
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Gradients that wait for their group's turn, by parameter. Shared, not copied."""
+        return {n: p.grad for n, p in self.model.named_parameters() if p.grad is not None}
+
+    def drop_gradients(self) -> None:
+        for parameter in self.model.parameters():
+            parameter.grad = None
 
     def restore(self, saved: dict[str, Any]) -> None:
         """Put back what `capture` returned, in place, so that compiled code keeps its references."""

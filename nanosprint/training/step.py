@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from nanosprint.config.schedule import StepPlan
-from nanosprint.model.gpt import GPT
 from nanosprint.optim.build import Optimizers
 from nanosprint.training import distributed
 from nanosprint.training.batch import ModelInput
@@ -15,7 +14,6 @@ LossSum = Callable[..., Tensor]  # `GPT.loss_sum`, compiled or not
 
 
 def train_step(
-    model: GPT,
     loss_sum: LossSum,
     optimizers: Optimizers,
     micro_batches: Iterable[ModelInput],
@@ -33,7 +31,8 @@ def train_step(
         (loss / plan.batch_tokens).backward()
         total = loss.detach() if total is None else total + loss.detach()
     assert total is not None, "a step has at least one micro-batch"
-    parameters = list(model.parameters())
+    # The others go on accumulating, each process its own part, until it is their turn.
+    parameters = optimizers.due(plan)
     distributed.sum_gradients(parameters)
     if grad_clip is not None:
         torch.nn.utils.clip_grad_norm_(parameters, grad_clip)

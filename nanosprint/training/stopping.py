@@ -6,14 +6,19 @@ from typing import Any
 
 
 class StopRequest:
-    """While active, `signum` holds the first signal received, or None. A second SIGINT interrupts at once."""
+    """While active, `signum` holds the first signal received, or None.
 
-    def __init__(self) -> None:
+    A second SIGINT interrupts at once, unless `patient`: among several processes, the terminal and the launcher both
+    send one.
+    """
+
+    def __init__(self, patient: bool = False) -> None:
         self.signum: int | None = None
+        self.patient = patient
         self._previous: dict[int, Any] = {}
 
     def _receive(self, signum: int, _frame: FrameType | None) -> None:
-        if self.signum is not None and signum == signal.SIGINT:
+        if self.signum is not None and signum == signal.SIGINT and not self.patient:
             raise KeyboardInterrupt
         self.signum = signum
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 from nanosprint.config.recipe import Recipe
+from nanosprint.training import distributed
 from nanosprint.training.batch import random_input
 from nanosprint.training.state import TrainState, copied
 from nanosprint.training.step import LossSum, train_step
@@ -67,7 +68,7 @@ def measure_step_ms(
     """Median milliseconds of a step, of at least 3 on random tokens; `state` is restored afterwards."""
     saved = copied(state.capture())
     times: list[float] = []
-    while len(times) < 3 or (sum(times) < seconds and len(times) < most):
+    while distributed.from_main(len(times) < 3 or (sum(times) < seconds and len(times) < most)):
         synchronize()
         start = time.perf_counter()
         _random_step(state, loss_sum, recipe, lanes, micro_batches)
@@ -82,4 +83,4 @@ def _random_step(state: TrainState, loss_sum: LossSum, recipe: Recipe, lanes: in
     rows = plan.batch_tokens // recipe.train.lanes // plan.seq_len * lanes
     device = state.model.embed.weight.device
     batches = (random_input(recipe, rows, plan.seq_len, device, state.step) for _ in range(micro_batches))
-    train_step(state.model, loss_sum, state.optimizers, batches, plan, recipe.train.grad_clip)
+    train_step(loss_sum, state.optimizers, batches, plan, recipe.train.grad_clip)

@@ -1,9 +1,11 @@
 """Several processes train what one trains: by --gpus, and by torchrun as on two nodes. CPU, gloo."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -24,14 +26,19 @@ def one_process(train_tiny, weights):
     return lambda *overrides: weights(train_tiny("one", *overrides))
 
 
-@pytest.mark.parametrize("processes", [2, 4])
-def test_gpus_option_trains_what_one_process_trains(processes, one_process, weights, nanosprint, tmp_path, tiny_data):
-    words = ("tiny", *EXACT, *SHORT, "--device", "cpu", "--data", tiny_data, "--out", tmp_path / "many")
+@pytest.mark.parametrize(
+    ("processes", "others"), [(2, ()), (4, ()), (2, ("groups.1.every=2", "groups.2.every=3", "train.grad_clip=none"))]
+)
+def test_gpus_option_trains_what_one_process_trains(
+    processes, others, one_process, weights, nanosprint, tmp_path, tiny_data
+):
+    overrides = (*EXACT, *(SHORT[:-1] if others else SHORT), *others)
+    words = ("tiny", *overrides, "--device", "cpu", "--data", tiny_data, "--out", tmp_path / "many")
     result = nanosprint("train", *words, "--gpus", processes)
     assert result.returncode == 0, result.stderr
     record = RunRecord.load(tmp_path / "many")
     assert (record.world_size, record.data.val_tokens) == (processes, 1000)
-    for name, weight in one_process(*EXACT, *SHORT).items():
+    for name, weight in one_process(*overrides).items():
         torch.testing.assert_close(weights(tmp_path / "many")[name], weight, rtol=0, atol=1e-9)
     assert record.val_loss == pytest.approx(RunRecord.load(tmp_path / "one").val_loss, abs=1e-9)
 
@@ -76,13 +83,49 @@ def test_torchrun_with_two_agents(one_process, weights, tmp_path, tiny_data):
         torch.testing.assert_close(weights(tmp_path / "nodes")[name], weight, rtol=0, atol=1e-9)
 
 
-def test_resume_at_another_world_size(one_process, train_tiny, weights, nanosprint, tmp_path, tiny_data):
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_several_processes_saves(signum, tmp_path, tiny_data):
+    """To the whole group, as a terminal sends Ctrl-C: the launcher passes it on a second time."""
+    words = [
+        "tiny",
+        "train.num_steps=100000",
+        "data.epochs=10000",
+        "train.log_every=5",
+        "--device",
+        "cpu",
+        "--gpus",
+        "2",
+    ]
+    words += ["--data", str(tiny_data), "--out", str(tmp_path / "run")]
+    command = [sys.executable, "-m", "nanosprint", "train", *words]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, start_new_session=True, text=True
+    )
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + 100
+    while time.monotonic() < deadline and not (metrics.exists() and '"step": 20,' in metrics.read_text()):
+        time.sleep(0.05)
+    os.killpg(process.pid, signum)
+    stderr = process.communicate(timeout=60)[1]
+    assert process.returncode == 128 + signum, stderr
+    assert "the state is saved" in stderr
+    assert "Traceback" not in stderr
+    assert list((tmp_path / "run" / "checkpoints").glob("step-*.pt"))
+
+
+@pytest.mark.parametrize("launcher", ["--gpus", "torchrun"])
+def test_resume_at_another_world_size(launcher, one_process, train_tiny, weights, nanosprint):
     """Half the run in one process, killed there, the other half in two."""
     path = train_tiny("half", *EXACT, *SHORT, "train.checkpoint_every=10")
     (path / "record.json").unlink()
     for file in (path / "checkpoints").glob("step-00000020.*"):
         file.unlink()
-    result = nanosprint("resume", path, "--gpus", 2)
+    if launcher == "--gpus":
+        result = nanosprint("resume", path, "--gpus", 2)
+    else:
+        words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "nanosprint", "resume"]
+        result = subprocess.run([sys.executable, *words, path], capture_output=True, text=True, timeout=150)
     assert result.returncode == 0, result.stderr
     assert [line["step"] for line in RunDir(path).read_metrics() if line.get("name") == "resume"] == [10]
     for name, weight in one_process(*EXACT, *SHORT).items():

@@ -183,7 +183,7 @@ def test_interrupted_in_process(train_tiny, monkeypatch, tmp_path):
     real = loop_module.train_step
 
     def step(*args):
-        if args[4].step == 8:
+        if args[3].step == 8:
             os.kill(os.getpid(), signal.SIGINT)
         return real(*args)
 
@@ -199,7 +199,7 @@ def test_divergence_stops_and_keeps_the_last_good_checkpoint(train_tiny, tmp_pat
 
     def step(*args):
         loss = real(*args)
-        return loss * float("nan") if args[4].step == 13 else loss
+        return loss * float("nan") if args[3].step == 13 else loss
 
     monkeypatch.setattr(loop_module, "train_step", step)
     with pytest.raises(DivergedError, match="became nan at step 14"):
@@ -275,3 +275,68 @@ def test_python_face(tmp_path, tiny_data):
     assert json.loads((tmp_path / "r" / "record.json").read_text())["val_loss"] == record.val_loss
     with pytest.raises(ValueError, match="already holds a run"):
         train(load_recipe("tiny"), out=tmp_path / "r", data=tiny_data)
+
+
+def test_resume_goes_beyond_max_steps_and_remembers_it(train_tiny, nanosprint):
+    path = train_tiny("run", max_steps=6)
+    whole = RunRecord.load(train_tiny("whole"))
+    behind = nanosprint("resume", path, "--max-steps", 3)
+    assert "is finished: 6 steps" in behind.stdout
+    result = nanosprint("resume", path, "--max-steps", 12)
+    assert result.returncode == 0, result.stderr
+    assert RunRecord.load(path).steps == load_request(RunDir(path)).max_steps == 12
+    result = nanosprint("resume", path, "--max-steps", 20)
+    assert result.returncode == 0, result.stderr
+    assert RunRecord.load(path).val_loss == whole.val_loss
+    assert check_metrics(path)
+
+
+def test_a_checkpoint_with_bad_weights_is_not_written(train_tiny, tmp_path, monkeypatch):
+    """The update breaks the weights while the loss before it was fine."""
+    real = loop_module.train_step
+
+    def step(*args):
+        loss = real(*args)
+        if args[3].step == 9:
+            with torch.no_grad():
+                args[1].optimizers[0][0].param_groups[0]["params"][0][0, 0] = math.inf
+        return loss
+
+    monkeypatch.setattr(loop_module, "train_step", step)
+    with pytest.raises(DivergedError, match="step 10"):
+        train_tiny("run", "train.checkpoint_every=5")
+    assert [p.name for p in (tmp_path / "run" / "checkpoints").glob("*.pt")] == ["step-00000005.pt"]
+
+
+@pytest.mark.parametrize("damage", ["{", "{}", '{"sha256": "0"}'])
+def test_a_damaged_checkpoint_falls_back_to_the_one_before(train_tiny, nanosprint, damage):
+    path = train_tiny("run", "train.checkpoint_every=5")
+    expected = RunRecord.load(path).val_loss
+    (path / "record.json").unlink()
+    (path / "checkpoints" / "step-00000020.json").write_text(damage)
+    result = nanosprint("resume", path)
+    assert result.returncode == 0, result.stderr
+    assert "step-00000020.pt is damaged" in result.stderr
+    assert [line["step"] for line in lines(path, "event") if line["name"] == "resume"] == [15]
+    assert RunRecord.load(path).val_loss == expected
+    for file in (path / "checkpoints").glob("*.json"):
+        file.write_text("{")
+    (path / "record.json").unlink()
+    result = nanosprint("resume", path)
+    assert result.returncode == 2
+    assert "every checkpoint in" in result.stderr
+
+
+def test_one_process_a_run_directory(train_tiny, nanosprint):
+    from nanosprint.data.lock import try_lock
+
+    path = train_tiny("run", max_steps=5)
+    with try_lock(path / ".lock"):
+        result = nanosprint("resume", path, "--max-steps", 9)
+    assert result.returncode == 2
+    assert "another process is training in" in result.stderr
+
+
+def test_several_processes_want_a_launcher(train_tiny):
+    with pytest.raises(ValueError, match="start several with torchrun"):
+        train_tiny("run", execution={"device": "cpu", "gpus": 2})
