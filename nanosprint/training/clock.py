@@ -1,8 +1,8 @@
 """The timed region of a run: training steps and nothing else.
 
-Warm-up and compilation happen before the first `start`, validation and checkpoints while the clock is stopped. A GPU works
-behind the program's back, so the clock waits for it at both ends of every segment; whoever measures something else
-over the same segments, such as energy, hangs a hook on the clock and sees the same two moments.
+Warm-up and compilation happen before the first `start`, validation and checkpoints while the clock is stopped. A GPU
+works behind the program's back, so the clock waits for it at both ends of every segment; whoever measures something
+else over the same segments, such as energy, hangs a hook on the clock and sees the same two moments.
 """
 
 import contextlib
