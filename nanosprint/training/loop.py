@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanosprint.data.loader import TokenLoader, validation_batches
+from nanosprint.data.loader import validation_batches
 from nanosprint.errors import DivergedError, Interrupted, UserError
 from nanosprint.results.runs import RunDir
 from nanosprint.training import checkpoint, distributed
@@ -26,7 +26,7 @@ from nanosprint.training.log import RunLog, train_line
 from nanosprint.training.memory import PeakMemory
 from nanosprint.training.peak import Peak
 from nanosprint.training.profile import profiled
-from nanosprint.training.setup import Prepared
+from nanosprint.training.setup import Prepared, open_loader
 from nanosprint.training.step import train_step
 from nanosprint.training.stopping import StopRequest
 
@@ -80,7 +80,7 @@ class Loop:
         last = run.request.last_step
         profile_dir = self.run_dir.profile_path if run.request.profile and run.world.is_main else None
         with (
-            self._loader() as loader,
+            open_loader(run.request, run.data, run.world, num_steps=last, state=state.reader) as loader,
             StopRequest(patient=run.world.size > 1) as stop,
             profiled(profile_dir, run.world.device) as profiler,
         ):
@@ -212,28 +212,6 @@ class Loop:
         self.memory.resume()
         if not math.isfinite(self.outcome.val.loss):
             raise DivergedError(state.step, self.outcome.val.loss)
-
-    def _loader(self) -> TokenLoader:
-        run, recipe, execution = self.run, self.run.recipe, self.run.request.execution
-        assert isinstance(execution.lanes_per_microbatch, int)
-        return TokenLoader(
-            run.data.train,
-            recipe.plan,
-            num_steps=run.request.last_step,
-            lanes=recipe.train.lanes,
-            lanes_per_microbatch=execution.lanes_per_microbatch,
-            rank=run.world.rank,
-            world_size=run.world.size,
-            order=recipe.data.order,
-            seed=run.request.seed,
-            epochs=recipe.data.epochs,
-            history=recipe.model.history,
-            document_start=recipe.model.document_start,
-            mean_document=recipe.data.mean_document,
-            vocab_size=recipe.model.vocab_size,
-            device=run.world.device,
-            state=run.state.reader,
-        )
 
     def _checkpoint_due(self, last: int) -> bool:
         """By steps, by time, and before the last validation; every process gives the same answer."""

@@ -5,11 +5,13 @@ import logging
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from nanosprint.config.recipe import Execution, Recipe
 from nanosprint.data.datasets import ensure_dataset
+from nanosprint.data.loader import TokenLoader
 from nanosprint.data.shards import checksum, find_shards, open_shard
 from nanosprint.data.tokenizers import Tokenizer, load_tokenizer
 from nanosprint.errors import UserError
@@ -28,6 +30,7 @@ from nanosprint.training.step import LossSum
 from nanosprint.training.warmup import measure_step_ms, warm_up
 
 _log = logging.getLogger(__name__)
+_CALIBRATION_STEPS = 100  # at most, to find out how long a step takes
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,7 @@ def prepare(request: RunRequest, world: World, data: Data) -> Prepared:
     loss_sum = compiled(state.model, execution)
     request = _warm_up_within_memory(request, state, loss_sum, world, choose_lanes)
     if request.budget is not None:
-        request = fit_to_budget(request, state, loss_sum, world)
+        request = fit_to_budget(request, state, loss_sum, world, data)
     gc.collect()
     return Prepared(request, world, data, state, loss_sum)
 
@@ -138,23 +141,16 @@ def compiled(model: GPT, execution: Execution) -> LossSum:
     return torch.compile(model.loss_sum, dynamic=False, fullgraph=True, mode=mode)
 
 
-def fit_to_budget(request: RunRequest, state: TrainState, loss_sum: LossSum, world: World) -> RunRequest:
+def fit_to_budget(request: RunRequest, state: TrainState, loss_sum: LossSum, world: World, data: Data) -> RunRequest:
     """The request with its recipe stretched or shrunk to its budget. The same answer on every process."""
     budget, recipe = request.budget, request.recipe
     assert budget is not None
     if budget.unit == "tokens":
         steps = int(budget.amount / recipe.train.batch_tokens)
     else:
-        lanes = request.execution.lanes_per_microbatch
-        assert isinstance(lanes, int)
-        ms = measure_step_ms(
-            state,
-            loss_sum,
-            recipe,
-            lanes,
-            _micro_batches(recipe, request.execution),
-            lambda: _synchronize(world.device),
-        )
+        endless = replace(recipe, data=replace(recipe.data, epochs=float("inf")))
+        with open_loader(replace(request, recipe=endless), data, world, num_steps=_CALIBRATION_STEPS) as loader:
+            ms = measure_step_ms(state, loss_sum, recipe, loader, lambda: _synchronize(world.device))
         steps = int(budget.amount * 1000 / distributed.from_main(ms))
     if steps < 1:
         raise UserError(
@@ -162,6 +158,32 @@ def fit_to_budget(request: RunRequest, state: TrainState, loss_sum: LossSum, wor
             "raise it or lower train.batch_tokens"
         )
     return replace(request, recipe=recipe.with_num_steps(steps).validate(), budget=None)
+
+
+def open_loader(
+    request: RunRequest, data: Data, world: World, *, num_steps: int, state: dict[str, Any] | None = None
+) -> TokenLoader:
+    """The loader of this process's part of steps up to `num_steps`, from the reader's `state` or the start."""
+    recipe, lanes = request.recipe, request.execution.lanes_per_microbatch
+    assert isinstance(lanes, int)
+    return TokenLoader(
+        data.train,
+        recipe.plan,
+        num_steps=num_steps,
+        lanes=recipe.train.lanes,
+        lanes_per_microbatch=lanes,
+        rank=world.rank,
+        world_size=world.size,
+        order=recipe.data.order,
+        seed=request.seed,
+        epochs=recipe.data.epochs,
+        history=recipe.model.history,
+        document_start=recipe.model.document_start,
+        mean_document=recipe.data.mean_document,
+        vocab_size=recipe.model.vocab_size,
+        device=world.device,
+        state=state,
+    )
 
 
 def _warm_up_within_memory(

@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterable
 import torch
 
 from nanosprint.config.recipe import Recipe
+from nanosprint.data.loader import StepData
 from nanosprint.training import distributed
-from nanosprint.training.batch import random_input
+from nanosprint.training.batch import model_inputs, random_input
 from nanosprint.training.state import TrainState, copied
 from nanosprint.training.step import LossSum, train_step
 
@@ -58,22 +59,27 @@ def measure_step_ms(
     state: TrainState,
     loss_sum: LossSum,
     recipe: Recipe,
-    lanes: int,
-    micro_batches: int,
+    data: Iterable[StepData],
     synchronize: Synchronize,
     *,
     seconds: float = 2.0,
-    most: int = 20,
 ) -> float:
-    """Median milliseconds of a step, of at least 3 on random tokens; `state` is restored afterwards."""
-    saved = copied(state.capture())
+    """Median milliseconds of a step, over as many steps of `data` as fit into `seconds`, but 5 at least.
+
+    Real tokens, because what a look-up costs depends on them; windows and rates are those of the middle of the run.
+    `state` is restored afterwards. Every process must call it; their answers differ by the noise of their clocks.
+    """
+    saved, plan = copied(state.capture()), recipe.plan(recipe.train.num_steps // 2)
     times: list[float] = []
-    while distributed.from_main(len(times) < 3 or (sum(times) < seconds and len(times) < most)):
+    for step in data:
         synchronize()
         start = time.perf_counter()
-        _random_step(state, loss_sum, recipe, lanes, micro_batches)
+        inputs = model_inputs(step.micro_batches, plan.windows)
+        train_step(loss_sum, state.optimizers, inputs, plan, recipe.train.grad_clip)
         synchronize()
         times.append(time.perf_counter() - start)
+        if distributed.from_main(len(times) >= 5 and sum(times) >= seconds):
+            break
     state.restore(saved)
     return 1000 * statistics.median(times)
 
