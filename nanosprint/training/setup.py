@@ -149,7 +149,8 @@ def fit_to_budget(request: RunRequest, state: TrainState, loss_sum: LossSum, wor
         steps = int(budget.amount / recipe.train.batch_tokens)
     else:
         endless = replace(recipe, data=replace(recipe.data, epochs=float("inf")))
-        with open_loader(replace(request, recipe=endless), data, world, num_steps=_CALIBRATION_STEPS) as loader:
+        most = min(_CALIBRATION_STEPS, recipe.train.num_steps)
+        with open_loader(replace(request, recipe=endless), data, world, num_steps=most) as loader:
             ms = measure_step_ms(state, loss_sum, recipe, loader, lambda: _synchronize(world.device))
         steps = int(budget.amount * 1000 / distributed.from_main(ms))
     if steps < 1:
