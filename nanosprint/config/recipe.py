@@ -202,6 +202,10 @@ class Recipe:
                 f"eval.seq_len={seq_len} exceeds model.seq_len={self.model.seq_len}, "
                 "which is as far as learned positions reach"
             )
+        if self.eval.batch_tokens < seq_len:
+            raise ValueError(
+                f"eval.batch_tokens={self.eval.batch_tokens} is less than one row of eval.seq_len={seq_len}: raise it"
+            )
         if seq_len < 1 or (stride is not None and not 1 <= stride <= seq_len):
             raise ValueError(f"eval.stride={stride} must lie between 1 and eval.seq_len={seq_len}")
 

@@ -196,7 +196,7 @@ def sub3(parent: Recipe, dials: Dials) -> Recipe:
         ),
         groups=tuple(g if g.role == "matrix" else replace(g, rule=adam) for g in parent.groups),
         precision=replace(parent.precision, fp8_head=Fp8HeadSpec()),
-        eval=replace(parent.eval, seq_len=dials.seq_len * 16 // 3),
+        eval=replace(parent.eval, seq_len=dials.seq_len * 16 // 3, batch_tokens=dials.seq_len * 16 // 3),
     )
 
 

@@ -49,6 +49,7 @@ def test_tokens_is_the_sum_over_steps():
         (["model.vocab_size=0"], "model.vocab_size=0"),
         (["model.tied_head=true"], "would zero the embedding"),
         (["model.layers.0.mixer.value_residual=true"], "first attention has no earlier values"),
+        (["eval.batch_tokens=31"], "eval.batch_tokens=31 is less than one row of eval.seq_len=32"),
         (["eval.stride=0"], "eval.stride=0 must lie between 1 and eval.seq_len=32"),
         (["groups=[]"], "groups is empty"),
         (["data.epochs=0"], r"data.epochs=0.0 must be positive"),
