@@ -196,7 +196,8 @@ def _warm_up_within_memory(
         lanes = execution.lanes_per_microbatch
         assert isinstance(lanes, int)
         try:
-            warm_up(state, loss_sum, request.recipe, lanes, _micro_batches(request.recipe, execution))
+            micro_batches, compiles = _micro_batches(request.recipe, execution), execution.compile != "off"
+            warm_up(state, loss_sum, request.recipe, lanes, micro_batches, compiled=compiles)
             return request
         except torch.OutOfMemoryError as error:
             smaller = [k for k in range(1, lanes) if lanes % k == 0]

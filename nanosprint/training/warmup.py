@@ -20,16 +20,19 @@ from nanosprint.training.step import LossSum, train_step
 Synchronize = Callable[[], None]
 
 
-def warm_up(state: TrainState, loss_sum: LossSum, recipe: Recipe, lanes: int, micro_batches: int) -> None:
-    """Train and validate on random tokens once for every graph that the run will need, then restore `state`."""
+def warm_up(
+    state: TrainState, loss_sum: LossSum, recipe: Recipe, lanes: int, micro_batches: int, *, compiled: bool
+) -> None:
+    """Train and validate on random tokens once, or once for every graph of a compiled run, then restore `state`."""
     saved = copied(state.capture())
-    rows = max(1, recipe.eval.batch_tokens // recipe.eval.seq_len)
+    rows = recipe.eval.batch_tokens // recipe.eval.seq_len
+    last = recipe.train.num_steps - 1
     try:
-        for step in new_graphs(recipe, range(recipe.train.num_steps)):
+        for step in new_graphs(recipe, range(last + 1) if compiled else [0]):
             state.step = step
             _random_step(state, loss_sum, recipe, lanes, micro_batches)
         with torch.no_grad():
-            for step in new_graphs(recipe, validation_steps(recipe)):
+            for step in new_graphs(recipe, validation_steps(recipe) if compiled else [last]):
                 loss_sum(*random_input(recipe, rows, recipe.eval.seq_len, state.model.embed.weight.device, step))
     finally:
         state.restore(saved)
