@@ -14,15 +14,22 @@ class AdamConfig:
 
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
+    eps_form: Literal["corrected", "uncorrected"] = "corrected"  # what eps is added to: see `optim.adam`
+    decay: Literal["plain", "cautious"] = "plain"  # cautious: lr^2 * decay, only where the step shrinks the weight
 
 
 @dataclass(frozen=True, kw_only=True)
 class MuonConfig:
-    """Muon (Jordan et al. 2024): orthogonalised Nesterov momentum. The schedule gives the momentum."""
+    """Muon (Jordan et al. 2024): orthogonalised Nesterov momentum. The schedule gives the momentum.
+
+    `variance_beta` evens out the update's rows or columns (NorMuon, Li et al. 2025, arXiv:2510.05491).
+    """
 
     momentum: float = 0.95
     scale: Literal["rms", "spectral"] = "spectral"
     orthogonalizer: Literal["ns5", "polar_express"] = "ns5"
+    variance_beta: float | None = None
+    decay: Literal["plain", "cautious"] = "plain"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +56,9 @@ class ParamGroup:
     rule: AdamConfig | MuonConfig | SoapConfig | RowAdagradConfig
     lr: float
     weight_decay: float = 0.0
+    lr_scale: float = 1.0  # multiplies lr, but not the rate that enters cautious decay a second time
+    storage: Literal["fp32", "bf16", "bf16+16"] = "fp32"  # "bf16+16": the optimizer keeps the lower half of fp32
+    comm: Literal["replicate", "shard"] = field(default="shard", metadata={"hashed": False})
     every: int = field(default=1, metadata={"help": "update on every n-th step, with the sum of the gradients since"})
 
 

@@ -8,7 +8,21 @@ are described one by one: a layer number never appears in code, only in the reci
 from dataclasses import dataclass
 from typing import Literal
 
+from nanosprint.config.wiring import Column, Gate, GateNetSpec, Scalar, Term
+
 Activation = Literal["gelu", "gelu_tanh", "relu2"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComposeSpec:
+    """Dynamically composable attention: all heads' local maps mixed into each (Xiao et al. 2024, arXiv:2405.08553).
+
+    `window` counts the keys, the token itself included. `mix` (w1) weighs the maps, `add` (w2) what is added to a head.
+    """
+
+    mix: Column
+    add: Column
+    window: int = 112
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,14 +38,27 @@ class AttnSpec:
     value_residual: bool = False
     value_scale: float | None = None
     value_table: int | None = None
+    values: tuple[Term, ...] = (Term(source="v"),)  # what the values are summed up from
+    qkv_scale: Scalar | None = None  # on the merged weight: QK-norm cancels it on queries and keys
+    out_scale: Scalar | None = None  # on the output projection's weight
+    separate_qk: bool = False  # queries and keys in one matrix, orthogonalised by pairs of heads; values in another
+    paired: bool = False  # heads h and h + H/2 share a softmax over a sequence of twice the length
+    key_offset: tuple[tuple[int, int], ...] = ()  # ranges of a key's dimensions that come from the token before
+    xsa: Column | None = None  # tanh(xsa) of an output's part along its own value is taken away
+    head_gate: Column | Gate | None = None  # each head's output is multiplied by it
+    compose: ComposeSpec | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class MLPSpec:
-    """Two projections with an activation between them. `hidden` is the inner width."""
+    """Two projections with an activation between them. `hidden` is the inner width.
+
+    `down_layout` "in_out" stores the second (hidden, dim), which decides Muon's scale and variance axis.
+    """
 
     hidden: int
     activation: Activation = "relu2"
+    down_layout: Literal["out_in", "in_out"] = "out_in"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,12 +71,22 @@ class Skip:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSpec:
-    """One residual layer. A missing mixer or MLP is None; `tap` gives the layer's output a name for later skips."""
+    """One residual layer. A missing mixer or MLP is None; `tap` gives the layer's output a name for later skips.
+
+    In order: `tap_in` names the stream as it comes; gate nets `nets` look at it; it becomes the sum `entry` (empty:
+    unchanged); the mixer sees the norm of `reads`; the stream becomes `after_mixer`, then `after_mlp`.
+    """
 
     mixer: AttnSpec | None
     mlp: MLPSpec | None
     skips: tuple[Skip, ...] = ()
     tap: str | None = None
+    tap_in: str | None = None
+    nets: tuple[str, ...] = ()
+    entry: tuple[Term, ...] = ()
+    reads: str = "x"
+    after_mixer: tuple[Term, ...] = (Term(source="x"), Term(source="mixer"))
+    after_mlp: tuple[Term, ...] = (Term(source="x"), Term(source="mlp"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,11 +94,15 @@ class RotarySpec:
     """Rotary positions (Su et al. 2021, arXiv:2104.09864).
 
     `base` is the ratio of the fastest to the slowest frequency; `fraction` the share of the frequencies that rotate,
-    the rest standing still (half-truncated rotary: 0.5).
+    the rest standing still (half-truncated rotary: 0.5). `pairs` says which dimensions turn together: i and i + K/2, or
+    neighbours. With `yarn`, frequencies and the softmax scale follow the long window (Peng et al. 2023,
+    arXiv:2309.00071).
     """
 
     base: float = 10_000.0
     fraction: float = 1.0
+    pairs: Literal["halves", "neighbours"] = "halves"
+    yarn: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,14 +127,36 @@ class NgramSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SmearSpec:
+    """A share of the token before is added to each raw embedding (speedrun record #34)."""
+
+    gate: Gate
+    weight: Scalar
+
+
+@dataclass(frozen=True, kw_only=True)
+class BigramSpec:
+    """A hashed table of rows for pairs of tokens, the source "bigram" (speedrun records #62, #83, #85).
+
+    With `signs`, a frozen table of that many rows of random signs, chosen by another hash, multiplies the rows.
+    """
+
+    rows: int
+    signs: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class InitSpec:
     """Initial values. `linear` "normal" uses `linear_std`; "fan_in" is uniform with sd `linear_std / sqrt(fan_in)`."""
 
     linear: Literal["normal", "fan_in"] = "fan_in"
     linear_std: float = 3**-0.5  # of PyTorch's default uniform(+-1/sqrt(fan_in))
     embed_std: float = 1.0
-    head: Literal["zero", "as_linear"] = "zero"
+    head: Literal["zero", "as_linear", "normal"] = "zero"
     projections: Literal["zero", "scaled", "as_linear"] = "zero"  # "scaled": linear_std / sqrt(2 * num_layers)
+    attn_projection: Literal["zero", "scaled", "as_linear"] | None = None  # None: as the other projections
+    value_table_std: float | None = None  # None: embed_std
+    head_std: float | None = None  # for head="normal"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,6 +180,15 @@ class ModelConfig:
     embed_norm: bool = True
     x0_skip: bool = False
     value_tables: int = 0
+    nets: tuple[GateNetSpec, ...] = ()  # of which `input_nets` look at x0 and `output_nets` at the last stream
+    input_nets: tuple[str, ...] = ()
+    output_nets: tuple[str, ...] = ()
+    input: tuple[Term, ...] = (Term(source="x0"),)  # the stream that enters the first layer
+    output: tuple[Term, ...] = (Term(source="x"),)  # the stream that the last norm sees
+    smear: SmearSpec | None = None
+    bigram: BigramSpec | None = None
+    head_copy: bool = False  # the embedding is a tensor of its own, but equal to the head until the schedule's split
+    head_layout: Literal["out_in", "in_out"] = "out_in"
     ngrams: NgramSpec | None = None
     document_start: int | None = None  # the token that starts a document; attention then stays within documents
     softcap: SoftcapSpec | None = None

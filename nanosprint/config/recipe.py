@@ -22,12 +22,13 @@ class DataConfig:
     """Which tokens, and in which order.
 
     "sequential" cuts the token stream into consecutive blocks. "shuffled" deals the blocks of `model.seq_len` tokens
-    of the whole training set in a random order that the run's seed decides, anew in every epoch.
+    of the whole training set in a random order that the run's seed decides, anew in every epoch. "documents" fills each
+    lane with documents from their first token on, cut at the plan's `max_document`; what is cut off is never read.
     """
 
     name: str  # a folder under data/, unless --data names another place
     tokenizer: Literal["gpt2", "chars", "bytes"] = "gpt2"
-    order: Literal["sequential", "shuffled"] = "sequential"
+    order: Literal["sequential", "shuffled", "documents"] = "sequential"
     mean_document: int = 128  # documents are at least this long on average: makes room for their ends
     epochs: float = 1.0  # passes over the training tokens that are allowed; more data than that is an error
 
@@ -39,6 +40,7 @@ class TrainConfig:
     num_steps: int = steps_field()
     batch_tokens: int
     lanes: int = 8
+    objective: Literal["mean", "lane_mean"] = "mean"  # of all tokens' losses; or their sum divided by the lanes
     grad_clip: float | None = None  # global norm
     log_every: int = field(default=10, metadata=UNHASHED)
     checkpoint_every: int = field(default=0, metadata=UNHASHED)  # steps; 0: by time only
@@ -74,10 +76,24 @@ class Fp8HeadSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Fp8MLPSpec:
+    """Which forward products of the MLP are in FP8 in training, and how far delayed scales look ahead.
+
+    (Speedrun records #84 and #89.)
+    """
+
+    down: bool = True
+    activation_headroom: float = 1.80
+    weight_headroom: float = 1.12
+    bootstrap_steps: int = 16  # in which the down projection's scale is that of its present weights
+
+
+@dataclass(frozen=True, kw_only=True)
 class Precision:
     """Number formats. "bf16" compute keeps parameters, their gradients and the loss in fp32."""
 
     fp8_head: Fp8HeadSpec | None = None
+    fp8_mlp: Fp8MLPSpec | None = None
     compute: Literal["bf16", "fp32", "fp64"] = "bf16"
     orthogonalize: Literal["bf16", "fp32", "fp64"] = "bf16"
 

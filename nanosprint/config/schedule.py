@@ -92,6 +92,49 @@ class WindowSchedule:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LossWeights:
+    """What is predicted: `tokens[k]` weighs the target k tokens further on, `prefix` its longest prefix."""
+
+    tokens: tuple[float, ...] = (1.0,)
+    prefix: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """A part of a run with batch, windows and losses of its own; it lasts `share` of the scheduled steps.
+
+    Weights run linearly from `loss` to `loss_end` (None: stay), whose values just after the stage's last step they
+    would reach. Windows are in tokens; `max_document` cuts documents when they are packed.
+    """
+
+    share: int = 1
+    batch_tokens: int
+    max_document: int
+    windows: Windows
+    lr: float = 1.0
+    loss: LossWeights = LossWeights()
+    loss_end: LossWeights | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageSchedule:
+    """Stages one after the other, their borders rounded, then `extension` for the last `extension_steps`.
+
+    The rate's factor is that of the stage until the cool-down, the last `cooldown` of the scheduled steps, moves it
+    linearly from there to `floor`, where it stays in the extension. `eval_windows` serve the validation after the last
+    step. `split_stage` counts from 0: at the first odd step of that stage embedding and head part.
+    """
+
+    stages: tuple[Stage, ...]
+    extension: Stage
+    extension_steps: int = steps_field()
+    cooldown: float = 0.6
+    floor: float = 0.15
+    eval_windows: Windows | None = None
+    split_stage: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class StepPlan:
     """All that a step needs to know besides its data."""
 
@@ -101,6 +144,10 @@ class StepPlan:
     batch_tokens: int
     seq_len: int
     windows: Windows | None  # None: the recipe has none
+    max_document: int | None = None  # None: documents are not cut
+    loss: LossWeights = LossWeights()
+    yarn: tuple[int, ...] = ()  # the long windows so far, in tokens, for rotary's extension; equal neighbours merged
+    split: bool = False  # whether embedding and head part after this step's update, or have
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +157,7 @@ class Schedule:
     lr: LRSchedule = LRSchedule()
     momentum: MomentumSchedule | None = None
     windows: WindowSchedule | None = None
+    stages: StageSchedule | None = None  # then it decides batch, windows and the rate's factor, and `lr` has no say
 
     def validate(self, num_steps: int) -> None:
         for name, curve in (("lr", self.lr), ("momentum", self.momentum)):
