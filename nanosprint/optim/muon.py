@@ -11,7 +11,8 @@ model). `s` makes one lr fit all shapes: "spectral" sqrt(max(1, rows/cols)), lr 
 cols)), which gives entries of size 1, so lr is tiny, as for Adam.
 
 What counts as one matrix matters: Q, K and V stored in one (3 D, D) tensor are three (`split=3` in their group).
-Matrices of one shape are stacked and orthogonalised in one batch, which is what makes this cheap.
+Matrices of one shape are stacked and orthogonalised in one batch, which is what makes this cheap. A parameter may also
+be such a stack from the start: (k, M, N) with `stacked=True` is k tensors of (M, N).
 """
 
 from collections.abc import Sequence
@@ -41,10 +42,12 @@ def muon_(
     orthogonalizer: str = "ns5",
     dtype: torch.dtype = torch.bfloat16,
     split: int = 1,
+    stacked: bool = False,
 ) -> None:
     """One Muon update of several tensors of the same shape, dtype and device.
 
-    params, grads: (M, N), or (M, ...) taken as (M, product of the rest), of `split` blocks of M / split rows each.
+    params, grads: (M, N), or (M, ...) taken as (M, product of the rest), of `split` blocks of M / split rows each;
+    `stacked`: (k, M, ...), k such tensors.
     exp_avgs: the same shape, fp32 or wider, in which momentum and decay are computed; `dtype` is that of the
     orthogonalisation. params and exp_avgs are updated in place; grads are only read. lr and momentum may be 0-D
     tensors. DTensors, all spread alike, are gathered for the orthogonalisation. Extra memory: about 14 bytes an
@@ -56,7 +59,7 @@ def muon_(
     wide = averages[0].dtype
     locals_ = [local_like(g, p) for g, p in zip(grads, params, strict=True)]
     stack = gather(_directions(averages, locals_, momentum, nesterov, dtype), params[0])
-    rows, cols = matrix_shape(shape, split)
+    rows, cols = matrix_shape(shape, split, stacked)
     stack = find_orthogonalizer(orthogonalizer)(stack.reshape(-1, rows, cols), dtype=dtype)
     updates = scatter(stack.view(len(params), *shape), params[0])
     keep = 1 - lr * weight_decay if weight_decay else 1.0
@@ -116,12 +119,17 @@ def momentum_(averages: list[Tensor], grads: list[Tensor], momentum: Any, nester
     return list(torch._foreach_lerp(grads, averages, momentum)) if nesterov else averages
 
 
-def matrix_shape(shape: Sequence[int], split: int = 1) -> tuple[int, int]:
+def matrix_shape(shape: Sequence[int], split: int = 1, stacked: bool = False) -> tuple[int, int]:
     """(rows, cols) of each of the `split` matrices that a tensor of this shape holds.
 
-    More than two axes are flattened to (first, rest): a convolution (out, in, kh, kw) is out x (in kh kw). Raises
-    ValueError for fewer than two axes and for a split that does not divide the rows.
+    More than two axes are flattened to (first, rest): a convolution (out, in, kh, kw) is out x (in kh kw). `stacked`
+    sets the first axis aside: it counts tensors. Raises ValueError for fewer than two axes (three if stacked) and for
+    a split that does not divide the rows.
     """
+    if stacked:
+        if len(shape) < 3:
+            raise ValueError(f"a parameter of shape {tuple(shape)} is no stack (k, M, N): leave out stacked=True")
+        shape = shape[1:]
     if len(shape) < 2:
         raise ValueError(
             f"a parameter of shape {tuple(shape)} is not a matrix: Muon orthogonalises the weight matrices of hidden "
@@ -147,7 +155,8 @@ class Muon(Shell):
     write "lr" and "momentum"). lr, momentum: floats or 0-D tensors. scale: "spectral" or "rms". orthogonalizer: a name
     in `nanosprint.ops.polar.ORTHOGONALIZERS`, "ns5" or "polar_express". orthogonalize_dtype: its working precision.
     split: the tensor stacks that many equal matrices by rows (merged QKV: 3), orthogonalised and scaled one by one.
-    Tensors of more than two axes are flattened to (first, rest).
+    Tensors of more than two axes are flattened to (first, rest), unless stacked: (k, M, N) is k tensors of (M, N), each
+    of `split` blocks, with the result of k parameters in the launches of one.
 
     State per parameter: exp_avg, fp32 at least whatever the parameter's dtype. Parameters without gradient are left
     alone. Needs no process group; under DDP every process does the same; FSDP2 and other DTensor parameters sharded
@@ -167,10 +176,12 @@ class Muon(Shell):
         orthogonalizer: str = "ns5",
         orthogonalize_dtype: torch.dtype = torch.bfloat16,
         split: int = 1,
+        stacked: bool = False,
     ) -> None:
         defaults = {
             "lr": lr, "momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay, "scale": scale,
             "orthogonalizer": orthogonalizer, "orthogonalize_dtype": orthogonalize_dtype, "split": split,
+            "stacked": stacked,
         }  # fmt: skip
         super().__init__(params, defaults)
 
@@ -183,7 +194,7 @@ class Muon(Shell):
         if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise ValueError(f"orthogonalize_dtype={dtype!r} must be a float dtype such as torch.bfloat16")
         for param in group["params"]:
-            matrix_shape(param.shape, group["split"])
+            matrix_shape(param.shape, group["split"], group["stacked"])
 
     def _init_state(self, param: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
         state["exp_avg"] = torch.zeros_like(param, dtype=state_dtype(param))
@@ -210,6 +221,7 @@ class Muon(Shell):
                 orthogonalizer=group["orthogonalizer"],
                 dtype=group["orthogonalize_dtype"],
                 split=group["split"],
+                stacked=group["stacked"],
             )
 
     def _init_group(self, group: dict[str, Any], *columns: list[Tensor]) -> None:

@@ -132,6 +132,20 @@ def test_stacking_changes_nothing():
         torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("split", [1, 3])
+@pytest.mark.parametrize("shape", [(12, 5), (6, 8), (9, 3)])
+def test_stack_equals_its_tensors(shape, split):
+    """(k, M, N) with stacked=True is k parameters of (M, N); without, it is one matrix of k rows."""
+    stack, gradients = setting([(4, *shape)], dtype=F64)
+    flat, parts = copy.deepcopy(stack), [nn.Parameter(w.clone()) for w in stack[0].detach()]
+    options = {"orthogonalize_dtype": F64, "weight_decay": 0.1}
+    run(Muon(stack, stacked=True, split=split, **options), stack, gradients)
+    run(Muon(parts, split=split, **options), parts, [g[0] for g in gradients])
+    torch.testing.assert_close(stack[0].detach(), torch.stack([p.detach() for p in parts]), rtol=1e-12, atol=1e-12)
+    run(Muon(flat, **options), flat, gradients)
+    assert (flat[0] - stack[0]).abs().max() > 1e-3
+
+
 def test_momentum_and_lr_change_per_step():
     """The buffer is a mean, so a changing momentum is defined by the recursion itself."""
     params, gradients = setting([(6, 6)], dtype=F64)
@@ -187,6 +201,8 @@ def test_gradients_are_not_modified():
 def test_matrix_shape():
     assert matrix_shape((8, 2, 3, 3)) == (8, 18)
     assert matrix_shape((12, 4), 3) == (4, 4)
+    assert matrix_shape((5, 12, 4), 3, stacked=True) == (4, 4)
+    assert matrix_shape((5, 12, 2, 2), stacked=True) == (12, 4)
 
 
 def test_user_mistakes():
@@ -203,6 +219,8 @@ def test_user_mistakes():
         Muon(matrix, momentum=1.0)
     with pytest.raises(ValueError, match=r"split=3.*4 rows"):
         Muon(matrix, split=3)
+    with pytest.raises(ValueError, match=r"shape \(4, 4\) is no stack"):
+        Muon(matrix, stacked=True)
     with pytest.raises(ValueError, match=r"scale='frobenius'.*spectral, rms"):
         Muon(matrix, scale="frobenius")
     with pytest.raises(ValueError, match="orthogonalizer='svd'"):
