@@ -5,8 +5,11 @@ import torch
 import torch._dynamo.testing
 from torch import nn
 
+from nanosprint.config.groups import AdamConfig, MuonConfig, ParamGroup, SoapConfig
+from nanosprint.config.recipe import Precision
 from nanosprint.ops import polar
 from nanosprint.optim import Muon
+from nanosprint.optim.build import _group_options
 from nanosprint.optim.mantissa import join
 from nanosprint.optim.muon import matrix_shape, variance_shape
 
@@ -376,6 +379,30 @@ def test_state_dict_round_trip_with_all_options(tmp_path):
         for name, dtype in (("exp_avg", None), ("second_moment", None), ("mantissa", torch.int16)):
             assert resumed.state[q][name].dtype == (dtype or torch.float32)
             assert torch.equal(resumed.state[q][name], optimizer.state[p][name])
+
+
+def test_options_of_a_recipe_arrive():
+    """From `ParamGroup` and its rule to what the optimizers read; rules with one rate get the product."""
+    bank = {"role": "a", "lr": 0.02, "lr_scale": 3.0, "weight_decay": 1.2}
+    rules = {
+        "muon": MuonConfig(variance_beta=0.9, decay="cautious"),
+        "adam": AdamConfig(eps_form="uncorrected", decay="cautious"),
+        "soap": SoapConfig(),
+    }
+    groups = {
+        name: _group_options(
+            ParamGroup(rule=rule, storage="bf16+16" if name == "muon" else "bf16", **bank), 1, Precision()
+        )
+        for name, rule in rules.items()
+    }
+    for name in ("muon", "adam"):
+        assert (groups[name]["lr"], groups[name]["base_lr"], groups[name]["lr_scale"]) == (0.02, 0.02, 3.0)
+        assert groups[name]["decay"] == "cautious"
+    assert (groups["muon"]["variance_beta"], groups["muon"]["mantissa"]) == (0.9, True)
+    assert groups["adam"]["eps_form"] == "uncorrected"
+    assert groups["soap"]["lr"] == groups["soap"]["base_lr"] == pytest.approx(0.06)
+    with pytest.raises(ValueError, match=r"storage='bf16\+16' of role 'a' needs MuonConfig"):
+        _group_options(ParamGroup(rule=rules["adam"], storage="bf16+16", **bank), 1, Precision())
 
 
 def test_options_may_come_later():
