@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from nanosprint.config.model import AttnSpec, ModelConfig
 from nanosprint.model.context import Context
 from nanosprint.model.linear import init_linear, init_projection, linear
+from nanosprint.model.mixing import Columns, Mixture, NetLayouts
 from nanosprint.model.norm import FP32_EPS, rms_norm
 from nanosprint.model.roles import Role
 from nanosprint.model.rotary import Rotary
@@ -44,8 +45,6 @@ class SelfAttention(nn.Module):
         "qkv_bias": Role("vector.bias"),
         "out_bias": Role("vector.bias"),
         "value_mix": Role("scalar.value_mix"),
-        "value_scale": Role("scalar.value_scale"),
-        "table_weight": Role("scalar.table_weight"),
     }
 
     def __init__(
@@ -55,6 +54,7 @@ class SelfAttention(nn.Module):
         rotary: Rotary | None,
         attend: Attention,
         stream_dtype: torch.dtype,
+        layouts: NetLayouts,
     ) -> None:
         super().__init__()
         self.config, self.spec, self.attend, self.stream_dtype = config, spec, attend, stream_dtype
@@ -66,33 +66,39 @@ class SelfAttention(nn.Module):
         self.out_bias = nn.Parameter(torch.zeros(config.dim)) if config.bias else None
         # Share of the first layer's values (value residual: Zhou et al. 2024, arXiv:2410.17897).
         self.value_mix = nn.Parameter(torch.tensor(0.5)) if spec.value_residual else None
-        self.value_scale = None if spec.value_scale is None else nn.Parameter(torch.tensor(spec.value_scale))
-        self.table_weight = None if spec.value_table is None else nn.Parameter(torch.tensor(0.5))
+        self.values = Mixture(spec.values, layouts, config.num_heads)
 
     def init_weights(self, generator: torch.Generator) -> None:
         init_linear(self.qkv, self.config.init, generator)
-        init_projection(self.out, self.config.init, generator, self.config.num_layers)
+        init = self.config.init
+        init_projection(self.out, init, generator, self.config.num_layers, init.attn_projection)
 
     def forward(
-        self, x_BSD: Tensor, context: Context, first_values: Tensor | None = None, cache: KVCache | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Returns the mixed tokens and this layer's own values (B, S, H, K), which later layers may want."""
+        self,
+        x_BSD: Tensor,
+        context: Context,
+        sources: dict[str, Tensor],
+        columns: dict[str, Columns],
+        cache: KVCache | None = None,
+    ) -> Tensor:
+        """The mixed tokens. The model's first attention leaves its values in `sources`, for value residuals."""
         B, S, D = x_BSD.shape
         q, k, v = self._queries_keys_values(x_BSD, 0 if cache is None else cache.length)
-        own_values = v
+        first = sources.setdefault("first_values", v)
         if self.value_mix is not None:
-            assert first_values is not None, "the recipe was validated: an earlier layer has values"
-            v = torch.lerp(v, first_values, self.value_mix.to(v.dtype))
-        if self.value_scale is not None:
-            v = self.value_scale.to(v.dtype) * v
-        if self.table_weight is not None:
-            assert self.spec.value_table is not None
-            assert context.tables is not None
-            v = v + self.table_weight.to(v.dtype) * context.tables[self.spec.value_table].view(v.shape)
+            v = torch.lerp(v, first, self.value_mix.to(v.dtype))
+        v = self.values({**sources, "v": v.flatten(2)}, columns).view_as(k)
         if cache is not None:
             k, v = cache.append(k, v)
-        y = self.attend(q, k, v, self.scale, context.window(self.spec.window), context.documents)
-        return linear(y.reshape(B, S, D), self.out, self.out_bias), own_values
+        scale = self.scale if context.attn_scale is None else context.attn_scale
+        y = self.attend(q, k, v, scale, context.window(self.spec.window), context.documents)
+        return linear(y.reshape(B, S, D), self.out, self.out_bias)
+
+    def new_cache(self, batch_size: int, capacity: int, dtype: torch.dtype) -> KVCache:
+        """An empty cache for up to `capacity` tokens in each of `batch_size` rows."""
+        shape = (batch_size, capacity, self.config.num_heads, self.config.head_dim)
+        k, v = (torch.empty(shape, dtype=dtype, device=self.qkv.device) for _ in range(2))
+        return KVCache(k, v)
 
     def _queries_keys_values(self, x_BSD: Tensor, start: int) -> tuple[Tensor, Tensor, Tensor]:
         """(B, S, H, K) each; queries and keys normed and turned as the recipe has it, the first token at `start`."""
