@@ -82,7 +82,7 @@ class Rotary(nn.Module):
         self.cos_SP.copy_(angle.cos())
         self.sin_SP.copy_(angle.sin())
 
-    def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]
+    def _apply(self, fn, recurse=True):
         """To another device or dtype: never narrower than fp32, and as exact as that dtype allows."""
         super()._apply(fn, recurse)
         dtype = torch.promote_types(self.cos_SP.dtype, torch.float32)

@@ -31,14 +31,15 @@ def qk_norm_rotary(
 
     qkv: (B, S, 3 H K), any float dtype and strides: queries, keys and values one after the other. cos, sin: (S, K/2),
     without gradient; see `rotate`. Tables n times as wide turn n heads side by side by angles of their own, which only
-    neighbours as pairs allow, and n must divide H. `dtype` is that of norm and rotation, on a CPU widened to fp32 at least. Memory of
-    the results is ordered (B, H, S, K) on a CPU outside torch.compile, where the gradient can be taken once only.
-    Raises ValueError for sizes that do not fit. Sources: Henry et al. 2020, arXiv:2010.04245; see `rms_norm`, `rotate`.
+    neighbours as pairs allow, and n must divide H. `dtype` is that of norm and rotation, on a CPU widened to fp32 at
+    least. Memory of the results is ordered (B, H, S, K) on a CPU outside torch.compile, where the gradient can be taken
+    once only. Raises ValueError for sizes that do not fit. Sources: Henry et al. 2020, arXiv:2010.04245; see
+    `rms_norm`, `rotate`.
     """
     B, S, E = qkv_BSE.shape
     K = E // (3 * num_heads)
     together = 2 * cos_SP.size(-1) // max(1, K)  # heads that one row of the tables turns
-    fits = E == 3 * num_heads * K and cos_SP.shape == sin_SP.shape == (S, together * K // 2)
+    fits = 3 * num_heads * K == E and cos_SP.shape == sin_SP.shape == (S, together * K // 2)
     if not fits or not together or num_heads % together or (together > 1 and pairs == "halves"):
         raise ValueError(
             f"qkv {tuple(qkv_BSE.shape)} of {num_heads} heads does not fit cos and sin of shapes "

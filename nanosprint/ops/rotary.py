@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-
 Pairs = Literal["halves", "neighbours"]
 
 
@@ -53,9 +52,7 @@ def double(cos_SP: Tensor, sin_SP: Tensor, dtype: torch.dtype, pairs: Pairs = "h
     return torch.cat((cos, cos), dim=-1) if pairs == "halves" else cos.repeat_interleave(2, dim=-1), sin
 
 
-def turn(
-    x_BSHK: Tensor, cos_S1K: Tensor, sin_S1P: Tensor, pairs: Pairs = "halves", *, back: bool = False
-) -> Tensor:
+def turn(x_BSHK: Tensor, cos_S1K: Tensor, sin_S1P: Tensor, pairs: Pairs = "halves", *, back: bool = False) -> Tensor:
     """x turned, or turned back: three passes, one over whole heads and one over each half."""
     out = x_BSHK * cos_S1K
     xa, xb = split_pairs(x_BSHK, pairs)

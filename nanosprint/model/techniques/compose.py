@@ -43,7 +43,7 @@ def compose_attention(
     if window < 1:
         raise ValueError(f"composed attention with window={window}: it counts the token itself and is at least 1")
     S = q_BSHK.size(1)
-    if S < k_BSHK.size(1):
+    if k_BSHK.size(1) > S:
         assert documents is None, "with a cache there are no documents"
         return _last_queries(y_BSHK, q_BSHK, k_BSHK, v_BSHK, w1_BSH, w2_BSH, scale, window)
     wide = torch.promote_types(y_BSHK.dtype, torch.float32)

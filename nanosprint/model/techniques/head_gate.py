@@ -3,8 +3,8 @@
     y_h <- g_h y_h
 
 A head that finds nothing can then say nothing; without a gate its softmax has to put its weight somewhere, and early
-tokens become sinks. The number is sigmoid(w · n[:12]) in record #28 and a gate net's plain output in record #85. Source:
-speedrun records; Qiu et al. 2025, arXiv:2505.06708.
+tokens become sinks. In speedrun record #28 the number is sigmoid(w · n[:12]), in #85 a gate net's plain output.
+See also Qiu et al. 2025, arXiv:2505.06708.
 """
 
 from torch import Tensor

@@ -18,8 +18,9 @@ def offset_keys(k_BSHK: Tensor, ranges: tuple[tuple[int, int], ...], before_B1HK
     """
     head = k_BSHK[:, :1] if before_B1HK is None else before_B1HK
     earlier = torch.cat((head, k_BSHK[:, :-1]), dim=1)
-    # A constant mask and one selection: in a compiled graph a single pass, and no slice is written in place.
-    late = torch.zeros(k_BSHK.size(-1), dtype=torch.bool, device=k_BSHK.device)
+    # One selection by a mask that costs a compiled graph nothing; no slice is written in place.
+    dim = torch.arange(k_BSHK.size(-1), device=k_BSHK.device)
+    late = torch.zeros_like(dim, dtype=torch.bool)
     for start, stop in ranges:
-        late[start:stop] = True
+        late = late | ((start <= dim) & (dim < stop))
     return torch.where(late, earlier, k_BSHK)

@@ -1,4 +1,4 @@
-"""Causal attention over a short reach, cut into chunks: queries of a chunk meet the keys of their own and the one before.
+"""Causal attention over a short reach, in chunks: queries of a chunk meet the keys of their own and the one before.
 
 No query looks further back than `reach` tokens. With chunks of C >= reach tokens, a row of S tokens needs 2 S C scores
 and mask entries instead of S², and keys and values are copied once.
