@@ -20,20 +20,28 @@ def to_dict(config: Any, hashed_only: bool = False) -> Any:
     `hashed_only` leaves out fields marked hashed=False and those at their default, so that a switch added later does
     not change the hash of what came before it.
     """
-    if is_dataclass(config) and not isinstance(config, type):
-        hints = get_type_hints(type(config))
-        out: dict[str, Any] = {}
-        for f in fields(config):
-            value = getattr(config, f.name)
-            if hashed_only and (not f.metadata.get("hashed", True) or value == f.default):
+    return _plain(config, type(config), hashed_only)
+
+
+def _plain(value: Any, hint: Any, hashed_only: bool) -> Any:
+    """`to_dict` of a value whose type is declared as `hint`, which tells whether its class must be named."""
+    if is_dataclass(value) and not isinstance(value, type):
+        hints = get_type_hints(type(value))
+        out = {KIND: type(value).__name__} if names_class(hint) else {}
+        for f in fields(value):
+            item = getattr(value, f.name)
+            if hashed_only and (not f.metadata.get("hashed", True) or item == f.default):
                 continue
-            out[f.name] = to_dict(value, hashed_only)
-            if is_dataclass(value) and len(_classes_in(hints[f.name])) > 1:
-                out[f.name] = {KIND: type(value).__name__, **out[f.name]}
+            out[f.name] = _plain(item, hints[f.name], hashed_only)
         return out
-    if isinstance(config, tuple | list):
-        return [to_dict(value, hashed_only) for value in config]
-    return config
+    if isinstance(value, tuple | list):
+        return [_plain(item, item_hint(hint, i), hashed_only) for i, item in enumerate(value)]
+    return value
+
+
+def names_class(hint: Any) -> bool:
+    """Whether values of several classes can stand where `hint` is declared, so that JSON must say which."""
+    return len(_classes_in(hint)) > 1
 
 
 def from_dict(cls: Any, data: Any, path: str = "") -> Any:
@@ -142,7 +150,7 @@ def _set(config: Any, hint: Any, keys: list[str], value: Any, full: str) -> Any:
             return replace(config, **{key: _set(getattr(config, key), hints[key], rest, value, full)})
     if isinstance(config, tuple) and key.isdigit() and int(key) < len(config):
         i = int(key)
-        return (*config[:i], _set(config[i], _item_hint(hint, i), rest, value, full), *config[i + 1 :])
+        return (*config[:i], _set(config[i], item_hint(hint, i), rest, value, full), *config[i + 1 :])
     stem = full.split(".")[: len(full.split(".")) - len(keys)]
     known = known_keys(config, "".join(f"{s}." for s in stem))
     raise unknown_key(full, known)
@@ -223,7 +231,7 @@ def _convert_tuple(hint: Any, value: Any, path: str) -> Any:
     args = get_args(hint)
     if args[-1] is not Ellipsis and len(args) != len(value):
         raise _wrong(path, value, f"a list of {len(args)} values")
-    return tuple(_convert(_item_hint(hint, i), v, f"{path}.{i}") for i, v in enumerate(value))
+    return tuple(_convert(item_hint(hint, i), v, f"{path}.{i}") for i, v in enumerate(value))
 
 
 def _convert_dataclass(cls: Any, value: Any, path: str) -> Any:
@@ -241,10 +249,11 @@ def _convert_dataclass(cls: Any, value: Any, path: str) -> Any:
         raise ValueError(f"{path or cls.__name__}: {error}") from None
 
 
-def _item_hint(hint: Any, i: int) -> Any:
+def item_hint(hint: Any, i: int) -> Any:
+    """What the `i`-th item of a tuple declared as `hint` is declared as; Any where that is not said."""
     if get_origin(hint) in (Union, types.UnionType):
         hint = next(o for o in get_args(hint) if get_origin(o) is tuple)
-    args = get_args(hint)
+    args = get_args(hint) or (Any, ...)
     return args[0] if args[-1] is Ellipsis else args[i]
 
 

@@ -145,6 +145,7 @@ class InitSpec:
     embed_std: float = 1.0
     head: Literal["zero", "as_linear", "normal"] = "zero"
     projections: Literal["zero", "scaled", "as_linear"] = "zero"  # "scaled": linear_std / sqrt(2 * num_layers)
+    qkv_std: float | None = None  # of attention's other matrices; None: linear_std
     attn_projection: Literal["zero", "scaled", "as_linear"] | None = None  # None: as the other projections
     value_table_std: float | None = None  # None: embed_std
     head_std: float | None = None  # for head="normal"
@@ -277,6 +278,8 @@ class ModelConfig:
                 raise ValueError(
                     f"{place}: paired and separate_qk take heads by twos, model.num_heads={self.num_heads} is odd"
                 )
+            if mixer.paired and self.positions == "rotary" and self.rotary.pairs != "neighbours":
+                raise ValueError(f"{place}.paired wants model.rotary.pairs=neighbours, not {self.rotary.pairs}")
             if mixer.paired and (mixer.xsa or mixer.key_offset or mixer.compose):
                 raise ValueError(f"{place}.paired has no place for xsa, key_offset or compose: set one or the other")
             for start, stop in mixer.key_offset:

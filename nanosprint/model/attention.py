@@ -106,8 +106,10 @@ class SelfAttention(nn.Module):
         self.out_bias = nn.Parameter(torch.zeros(D)) if self.config.bias else None
 
     def init_weights(self, generator: torch.Generator) -> None:
+        init = self.config.init
+        scale = 1.0 if init.qkv_std is None else init.qkv_std / init.linear_std
         for weight in (self.qk, self.v) if self.spec.separate_qk else (self.qkv,):
-            init_linear(weight, self.config.init, generator)
+            init_linear(weight, init, generator, scale)
         init_projection(self.out, self.config.init, generator, self.config.num_layers, self.config.init.attn_projection)
 
     def forward(
