@@ -26,10 +26,10 @@ Sources = Mapping[str, Tensor]
 
 
 class Request(NamedTuple):
-    """Columns that a place was given: the `index`-th part of the outputs of `net`, wanted `width` wide."""
+    """Columns that a place was given: part number `part` of the outputs of `net`, wanted `width` wide."""
 
     net: str
-    index: int
+    part: int
     width: int
 
 
@@ -42,7 +42,7 @@ class Columns:
 
     def take(self, request: Request) -> Tensor:
         """(B, S, width); fewer columns than that are repeated, each for as many neighbours."""
-        part = self._parts[request.index]
+        part = self._parts[request.part]
         times = request.width // part.size(-1)
         return part if times == 1 else part.unsqueeze(-1).expand(*part.shape, times).flatten(-2)
 
@@ -55,15 +55,9 @@ class NetLayouts:
         self._inits: dict[str, list[float]] = {name: [] for name in self._sizes}
 
     def request(self, column: Column, width: int) -> Request:
-        """Columns for a place that wants `width` numbers per token.
-
-        Raises ValueError for a net that does not exist and for a `Column.width` that does not divide `width`.
-        """
-        if column.net not in self._sizes:
-            raise ValueError(f"a weight names gate net {column.net!r}; model.nets has {list(self._sizes)}")
+        """Columns for a place that wants `width` numbers per token."""
         size = width if column.width is None else column.width
-        if size < 1 or width % size:
-            raise ValueError(f"{size} columns of gate net {column.net!r} cannot be dealt to {width} places evenly")
+        assert width % size == 0, "the model's configuration was validated"
         self._sizes[column.net].append(size)
         self._inits[column.net] += [column.init] * size
         return Request(column.net, len(self._sizes[column.net]) - 1, width)
@@ -142,7 +136,7 @@ def build_weight(weight: Weight, layouts: NetLayouts, width: int = 1) -> nn.Modu
     """The module of a weight, called as `module(sources, columns)`.
 
     It returns a float (Fixed), a 0-D tensor (Scalar), or (B, S, width); `width` is how many numbers per token the place
-    wants, for instance the heads. Columns are asked of `layouts`, whose errors pass through.
+    wants, for instance the heads.
     """
     if isinstance(weight, Fixed):
         return FixedWeight(weight)
