@@ -91,7 +91,8 @@ class SelfAttention(nn.Module):
         self.qkv_scale, self.out_scale = build(spec.qkv_scale), build(spec.out_scale)
         self.xsa, self.head_gate = build(spec.xsa), build(spec.head_gate)
         if spec.compose is not None:
-            self.compose_mix, self.compose_add = build(spec.compose.mix), build(spec.compose.add)
+            weights = spec.compose.mix, spec.compose.add
+            self.compose_mix, self.compose_add = (build_weight(w, layouts, config.num_heads) for w in weights)
 
     def _build_matrices(self) -> None:
         D, H = self.config.dim, self.config.num_heads

@@ -84,10 +84,12 @@ class Rotary(nn.Module):
 
     def _apply(self, fn, recurse=True):
         """To another device or dtype: never narrower than fp32, and as exact as that dtype allows."""
+        before = self.cos_SP
         super()._apply(fn, recurse)
-        dtype = torch.promote_types(self.cos_SP.dtype, torch.float32)
-        self.cos_SP, self.sin_SP = self.cos_SP.to(dtype), self.sin_SP.to(dtype)
-        self._fill()
+        if self.cos_SP is not before:  # every layer holds this module and passes the call on
+            dtype = torch.promote_types(self.cos_SP.dtype, torch.float32)
+            self.cos_SP, self.sin_SP = self.cos_SP.to(dtype), self.sin_SP.to(dtype)
+            self._fill()
         return self
 
     def extend(self, seq_len: int) -> None:
