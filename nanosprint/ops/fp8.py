@@ -98,7 +98,7 @@ def fp8_linear_grads(
 def _forward(
     x: Tensor, weight: Tensor, x_s: float, w_s: float, g_s: float, out_dtype: torch.dtype, merge: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(y, x8_t, w8_t), the last two as bytes: autograd takes no interest in integers. g_s and merge are for backward."""
+    """(y, x8_t, w8_t), the last two as bytes: autograd ignores integers. g_s and merge are for backward."""
     if not supports_fp8(x.device):
         raise ValueError(f"{x.device} has no FP8 (Ada and Hopper have): use bf16")
     (x8, x8_t), (w8, w8_t) = quantize_pair(x, x_s, E4M3), quantize_pair(weight, w_s, E4M3)
