@@ -240,6 +240,16 @@ class ModelConfig:
                 )
         self._validate_taps()
         self._validate_values()
+        self._validate_head()
+
+    def _validate_head(self) -> None:
+        if self.tied_head and self.head_layout != "out_in":
+            raise ValueError(
+                f"model.tied_head with model.head_layout={self.head_layout}: an embedding is stored row by row; set "
+                "model.head_layout=out_in, or model.head_copy=true in place of model.tied_head"
+            )
+        if self.init.head == "normal" and self.init.head_std is None:
+            raise ValueError("model.init.head=normal needs a standard deviation: set model.init.head_std")
 
     def _validate_values(self) -> None:
         for i, layer in enumerate(self.layers):
