@@ -256,7 +256,10 @@ class ModelConfig:
         if self.init.head == "normal" and self.init.head_std is None:
             raise ValueError("model.init.head=normal does not say how wide: set model.init.head_std, for example 0.005")
         if self.tied_head and self.head_layout == "in_out":
-            raise ValueError("model.head_layout=in_out wants a head of its own: set model.tied_head=false")
+            raise ValueError(
+                "model.head_layout=in_out with model.tied_head: an embedding is stored row by row; set "
+                "model.head_layout=out_in, or model.head_copy=true in place of model.tied_head"
+            )
         if self.bias and any(layer.mlp is not None and layer.mlp.down_layout == "in_out" for layer in self.layers):
             raise ValueError("model.bias=true is for mlp.down_layout=out_in: set model.bias=false")
         if self.bigram is not None and (self.bigram.rows < 2 or self.bigram.signs < 0):

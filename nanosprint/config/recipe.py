@@ -68,7 +68,7 @@ class EvalConfig:
 class Fp8HeadSpec:
     """Static scales of the head's product in FP8: what a code of 1 stands for. Training only.
 
-    `gradient` is for the summed loss; that of the mean is smaller by the tokens of a step. (Speedrun record #19.)
+    `gradient` is for the loss summed over tokens, whatever the objective divides it by. (Speedrun record #19.)
     """
 
     x: float = 1 / 2
@@ -208,6 +208,7 @@ class Recipe:
         self._validate_eval()
         self._validate_documents()
         self._validate_windows()
+        self._validate_precision()
         if self.train.grad_clip is not None and any(g.every > 1 for g in self.groups):
             raise ValueError(
                 f"train.grad_clip={self.train.grad_clip} cannot be had with groups that wait for their turn, since a "
@@ -288,6 +289,24 @@ class Recipe:
                 )
         if self.model.rotary.yarn and self.schedule.stages is None:
             raise ValueError("model.rotary.yarn follows the windows of schedule.stages: set them, or yarn=false")
+
+    def _validate_precision(self) -> None:
+        precision, mlps = self.precision, [layer.mlp for layer in self.model.layers if layer.mlp is not None]
+        for name in ("fp8_head", "fp8_mlp"):
+            if getattr(precision, name) is not None and precision.compute == "fp64":
+                raise ValueError(
+                    f"precision.{name} with precision.compute=fp64: a product in eight bits is not in 64; "
+                    f"set precision.{name}=none"
+                )
+        if precision.fp8_mlp is None:
+            return
+        if self.model.bias or any(mlp.activation != "relu2" for mlp in mlps):
+            raise ValueError("precision.fp8_mlp is for MLPs of activation relu2 without model.bias: set it to none")
+        for mlp in mlps:
+            if self.model.dim % 16 or mlp.hidden % 16:
+                raise ValueError(
+                    f"precision.fp8_mlp: model.dim={self.model.dim} and mlp.hidden={mlp.hidden} must be multiples of 16"
+                )
 
     def _validate_eval(self) -> None:
         seq_len, stride = self.eval.seq_len, self.eval.stride

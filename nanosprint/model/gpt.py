@@ -12,14 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from nanosprint.config.model import ModelConfig
+from nanosprint.config.recipe import Fp8MLPSpec
 from nanosprint.config.schedule import Windows
 from nanosprint.model.block import Block
 from nanosprint.model.context import NO_CONTEXT, Context
 from nanosprint.model.embedding import Embedding
-from nanosprint.model.head import Head, Linear
-from nanosprint.model.linear import linear
+from nanosprint.model.head import Head, HeadLoss
 from nanosprint.model.mixer import Cache
 from nanosprint.model.mixing import Columns, Mixture, NetLayouts
+from nanosprint.model.mlp import MLP
 from nanosprint.model.norm import build_norm
 from nanosprint.model.roles import collect_roles
 from nanosprint.model.rotary import Rotary
@@ -43,7 +44,7 @@ class GPT(nn.Module):
         attention: str = "sdpa",
         compute_dtype: torch.dtype = torch.float32,
         stream_dtype: torch.dtype | None = None,
-        head_linear: Linear = linear,
+        head_loss: HeadLoss | None = None,
     ) -> None:
         super().__init__()
         config.validate()
@@ -62,7 +63,7 @@ class GPT(nn.Module):
         self.output = Mixture(config.output, layouts)
         self.nets = GateNets(config, layouts)  # last: by now everything has asked for its columns
         self.norm = build_norm(config)
-        self.head = Head(config, head_linear)
+        self.head = Head(config, head_loss)
 
     def init_weights(self, seed: int) -> None:
         """Fill every weight from `seed`: the same values on every device and for every number of processes."""
@@ -110,8 +111,34 @@ class GPT(nn.Module):
         return self.head(self.hidden(tokens, context, caches), self.embed.weight)
 
     def loss_sum(self, tokens: Tensor, targets_BS: Tensor, context: Context = NO_CONTEXT) -> Tensor:
-        """Cross-entropy of int64 targets (B, S) in nats, summed; a target of -1 does not count."""
-        return self.head.loss_sum(self.hidden(tokens, context), targets_BS, self.embed.weight)
+        """Cross-entropy of int64 targets (B, S) in nats, summed; a target of -1 does not count.
+
+        With `context.loss` it is that objective, in which the targets of a row serve its earlier tokens, too.
+        """
+        return self.head.loss_sum(self.hidden(tokens, context), targets_BS, self.embed.weight, context.loss)
+
+    def set_prefixes(self, table: Tensor) -> None:
+        """Tell the head each token's longest proper prefix: (n,) int64 of at most V tokens, -1 where there is none.
+
+        `data.prefixes` makes the table. Until this is called no token has one. In place, so that compiled code sees it.
+        """
+        self.head.set_prefixes(table)
+
+    def train_mlps_in_fp8(self, spec: Fp8MLPSpec) -> None:
+        """Compute the MLPs' training products in FP8, from the first `refresh` on. The model must be on its device."""
+        for module in self.modules():
+            if isinstance(module, MLP):
+                module.train_in_fp8(spec)
+
+    @torch.no_grad()
+    def refresh(self, steps: int) -> None:
+        """Renew what is computed from the weights once an update: FP8 copies. `steps`: updates done so far.
+
+        To be called when the weights have their first values and after every update; nothing to do without FP8 MLPs.
+        """
+        for module in self.modules():
+            if isinstance(module, MLP):
+                module.refresh(steps)
 
     def extend(self, seq_len: int) -> None:
         """Make positions reach `seq_len` tokens. Raises ValueError where learned positions end earlier."""
