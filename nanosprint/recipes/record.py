@@ -226,17 +226,17 @@ def stages(dials: Dials, first_document: int, prefix: float) -> tuple[Stage, ...
 
     `first_document` cuts the first one's documents; `prefix` weighs the targets' prefixes until it fades in the second.
     """
-    third = dials.batch_tokens // 3
+    lane = dials.batch_tokens // dials.lanes
     return (
         Stage(
-            batch_tokens=third,
+            batch_tokens=lane // 3 * dials.lanes,
             max_document=first_document,
             windows=windows(1, 3),
             loss=LossWeights(tokens=(1.0, 0.5, 0.25), prefix=prefix),
             loss_end=LossWeights(tokens=(1.0, 0.5, 0.0), prefix=prefix),
         ),
         Stage(
-            batch_tokens=2 * third,
+            batch_tokens=2 * lane // 3 * dials.lanes,
             max_document=LONGEST,
             windows=windows(3, 7),
             lr=1.52,  # about 2^0.6

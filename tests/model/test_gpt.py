@@ -12,6 +12,7 @@ from nanosprint.model.context import NO_CONTEXT
 from nanosprint.model.gpt import GPT, mean_keys
 from nanosprint.model.head import softcap
 from nanosprint.recipes import all_recipes, load_recipe
+from tests.recipes.test_ladder import LADDER, UPPER, small
 
 TINY_GPT2 = ["model.dim=24", "model.num_heads=3", "model.num_layers=2", "model.vocab_size=50", "model.seq_len=16"]
 X0_ENTRY = [
@@ -30,6 +31,10 @@ def build(name, overrides, seed=3):
         for p in model.parameters():
             p += 0.1 * torch.randn(p.shape, generator=generator, dtype=p.dtype)
     return model, {n: p.detach() for n, p in model.named_parameters()}
+
+
+def reduced(name):
+    return small(name) if name in (*LADDER, *UPPER) else {}
 
 
 def tokens(vocab_size, *shape, seed=11):
@@ -188,8 +193,7 @@ def test_rotary_scores_depend_on_distance_only():
 
 @pytest.mark.parametrize("name", list(all_recipes()))
 def test_cache_gives_the_same_logits(name):
-    small = TINY_GPT2[:4] if name == "gpt2" else []
-    model, _ = build(name, small)
+    model, _ = build(name, reduced(name))
     vocab_size = model.config.vocab_size
     history = model.config.history
     ids = tokens(vocab_size, 2, history + 14)
@@ -201,7 +205,7 @@ def test_cache_gives_the_same_logits(name):
 
 @pytest.mark.parametrize("name", list(all_recipes()))
 def test_tokens_do_not_see_the_future(name):
-    model, _ = build(name, TINY_GPT2[:4] if name == "gpt2" else [])
+    model, _ = build(name, reduced(name))
     place = model.config.history + 7
     ids = tokens(model.config.vocab_size, 1, place + 5)
     changed = ids.clone()
