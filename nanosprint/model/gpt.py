@@ -53,8 +53,7 @@ class GPT(nn.Module):
         self.embed = Embedding(config, layouts)
         self.bigram = BigramTable(config.bigram, config.dim) if config.bigram else None
         self.input = Mixture(config.input, layouts)
-        rotary = Rotary(config.rotary, config.head_dim, config.seq_len) if config.positions == "rotary" else None
-        self.rotary = rotary
+        self.rotary = rotary = _rotary(config)
         self.layers = nn.ModuleList(
             Block(config, spec, rotary, attend, compute_dtype, self.stream_dtype, layouts) for spec in config.layers
         )
@@ -156,6 +155,14 @@ class GPT(nn.Module):
             if mixer.compose is not None:
                 keys += mean_keys(seq_len, mixer.compose.window - 1)
         return 6.0 * matrices + 12.0 * self.config.dim * keys
+
+
+def _rotary(config: ModelConfig) -> Rotary | None:
+    """Tables for all layers; where some pair their heads, of two positions a token."""
+    if config.positions != "rotary":
+        return None
+    paired = any(layer.mixer is not None and layer.mixer.paired for layer in config.layers)
+    return Rotary(config.rotary, config.head_dim, config.seq_len, places=2 if paired else 1)
 
 
 def mean_keys(seq_len: int, window: int | None) -> float:
