@@ -240,9 +240,7 @@ class ModelConfig:
     @property
     def steps_with_cache(self) -> bool:
         """Whether one more token can be had from the keys and values of those before, without reading them again."""
-        mixers = [layer.mixer for layer in self.layers if layer.mixer is not None]
-        across = any(mixer.paired or mixer.key_offset or mixer.compose is not None for mixer in mixers)
-        return not across and self.smear is None and self.bigram is None
+        return self.smear is None and self.bigram is None
 
     def _validate_tables(self) -> None:
         """Token tables besides the embedding, and what the embedding shares with the head."""
@@ -277,12 +275,12 @@ class ModelConfig:
             if first and mixer.value_residual:
                 raise ValueError(f"{place}.value_residual: the first attention has no earlier values to mix in")
             first = False
-            if (mixer.paired or mixer.separate_qk) and self.num_heads % 2:
-                raise ValueError(
-                    f"{place}: paired and separate_qk take heads by twos, model.num_heads={self.num_heads} is odd"
-                )
+            if mixer.paired and self.num_heads % 2:
+                raise ValueError(f"{place}.paired takes heads by twos, model.num_heads={self.num_heads} is odd")
             if mixer.paired and self.positions == "rotary" and self.rotary.pairs != "neighbours":
                 raise ValueError(f"{place}.paired wants model.rotary.pairs=neighbours, not {self.rotary.pairs}")
+            if mixer.compose is not None and mixer.compose.window < 1:
+                raise ValueError(f"{place}.compose.window={mixer.compose.window} counts the token itself: at least 1")
             if mixer.paired and (mixer.xsa or mixer.key_offset or mixer.compose):
                 raise ValueError(f"{place}.paired has no place for xsa, key_offset or compose: set one or the other")
             for start, stop in mixer.key_offset:

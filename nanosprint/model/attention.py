@@ -76,7 +76,6 @@ class SelfAttention(nn.Module):
         layouts: NetLayouts,
     ) -> None:
         super().__init__()
-        _check(config, spec)
         self.config, self.spec, self.attend, self.stream_dtype = config, spec, attend, stream_dtype
         self.rotary, self.places = rotary, 2 if spec.paired else 1
         self.scale = config.head_dim**-0.5 if config.attn_scale is None else config.attn_scale
@@ -192,15 +191,3 @@ class SelfAttention(nn.Module):
             return self.attend(q, k, v, scale, window, documents)
         q, k, v = interleaved(q), interleaved(k), interleaved(v)
         return apart(self.attend(q, k, v, scale, window, doubled(documents)))
-
-
-def _check(config: ModelConfig, spec: AttnSpec) -> None:
-    """Raise ValueError for what a layer's heads cannot do together."""
-    if not spec.paired:
-        return
-    if config.num_heads % 2:
-        raise ValueError(f"mixer.paired takes heads by twos, model.num_heads={config.num_heads} is odd")
-    if config.positions == "rotary" and config.rotary.pairs != "neighbours":
-        raise ValueError(f"mixer.paired wants model.rotary.pairs=neighbours, not {config.rotary.pairs}")
-    if spec.compose is not None:
-        raise ValueError("mixer.paired and mixer.compose exclude each other: set one or the other")

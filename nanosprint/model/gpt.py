@@ -54,8 +54,7 @@ class GPT(nn.Module):
         self.embed = Embedding(config, layouts)
         self.bigram = BigramTable(config.bigram, config.dim) if config.bigram else None
         self.input = Mixture(config.input, layouts)
-        rotary = Rotary(config.rotary, config.head_dim, config.seq_len) if config.positions == "rotary" else None
-        self.rotary = rotary
+        self.rotary = rotary = _rotary(config)
         self.layers = nn.ModuleList(
             Block(config, spec, rotary, attend, compute_dtype, self.stream_dtype, layouts) for spec in config.layers
         )
@@ -147,6 +146,10 @@ class GPT(nn.Module):
         if self.rotary is not None:
             self.rotary.extend(seq_len)
 
+    def set_windows(self, windows: tuple[int, ...]) -> float:
+        """Let rotary positions follow the long windows so far, in tokens; the softmax scale's factor. See `Rotary`."""
+        return 1.0 if self.rotary is None else self.rotary.set_windows(windows)
+
     def new_caches(self, batch_size: int, capacity: int) -> list[Cache | None]:
         """Empty caches for generating up to `capacity` tokens in each of `batch_size` rows.
 
@@ -183,6 +186,14 @@ class GPT(nn.Module):
             if mixer.compose is not None:
                 keys += mean_keys(seq_len, mixer.compose.window - 1)
         return 6.0 * matrices + 12.0 * self.config.dim * keys
+
+
+def _rotary(config: ModelConfig) -> Rotary | None:
+    """Tables for all layers; where some pair their heads, of two positions a token."""
+    if config.positions != "rotary":
+        return None
+    paired = any(layer.mixer is not None and layer.mixer.paired for layer in config.layers)
+    return Rotary(config.rotary, config.head_dim, config.seq_len, places=2 if paired else 1)
 
 
 def mean_keys(seq_len: int, window: int | None) -> float:

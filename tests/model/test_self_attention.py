@@ -1,6 +1,7 @@
 """A whole attention layer with its techniques against loops over rows, heads and tokens in float64."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -226,9 +227,12 @@ def test_matrices_and_what_they_are_for():
     [
         (PAIRED, {"num_heads": 3}, "num_heads=3 is odd"),
         (PAIRED, {"rotary": RotarySpec()}, "model.rotary.pairs=neighbours, not halves"),
-        (AttnSpec(paired=True, compose=PLAIN.compose), {}, "exclude each other"),
+        (AttnSpec(paired=True, key_offset=((4, 6),)), {}, "has no place for xsa, key_offset or compose"),
+        (AttnSpec(key_offset=((6, 9),)), {}, r"key_offset holds \(6, 9\)"),
+        (AttnSpec(compose=replace(PLAIN.compose, window=0)), {}, "compose.window=0 counts the token itself"),
     ],
 )
 def test_what_heads_cannot_do_together(spec, changes, message):
+    spec = replace(spec, values=(Term(source="v"),), head_gate=None)
     with pytest.raises(ValueError, match=message):
-        build(spec, config_of(spec, **changes))
+        config_of(spec, nets=(GateNetSpec(name="g"),), input_nets=("g",), **changes).validate()
