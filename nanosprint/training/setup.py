@@ -2,6 +2,7 @@
 
 import gc
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -10,16 +11,18 @@ from typing import Any
 import torch
 
 from nanosprint.config.recipe import Execution, Recipe
+from nanosprint.config.schedule import StepPlan
 from nanosprint.data.datasets import ensure_dataset
 from nanosprint.data.loader import TokenLoader
 from nanosprint.data.shards import checksum, find_shards, open_shard
 from nanosprint.data.tokenizers import Tokenizer, load_tokenizer
 from nanosprint.errors import UserError
 from nanosprint.model.gpt import GPT
-from nanosprint.model.head import Linear
-from nanosprint.model.linear import linear
+from nanosprint.model.head import HeadLoss
 from nanosprint.model.roles import collect_roles
-from nanosprint.ops.fp8 import fp8_linear_for
+from nanosprint.ops.fp8 import has_fp8
+from nanosprint.ops.head_loss import Fp8Scales, head_loss
+from nanosprint.ops.softcap_xent import uses_kernel
 from nanosprint.optim.build import DTYPES, Optimizers
 from nanosprint.training import distributed
 from nanosprint.training.distributed import World
@@ -114,22 +117,27 @@ def build_state(recipe: Recipe, execution: Execution, seed: int, device: torch.d
         attention=execution.attention,
         compute_dtype=compute,
         stream_dtype=stream,
-        head_linear=_head_linear(recipe, execution, device),
+        head_loss=_head_loss(recipe, execution, device),
     )
     model.init_weights(seed)
-    model.extend(max(recipe.eval.seq_len, recipe.model.seq_len))
+    model.extend(recipe.max_seq_len)
     model.to(device=device, dtype=wide)
+    if recipe.precision.fp8_mlp is not None and execution.fp8 != "off" and has_fp8(device):
+        model.train_mlps_in_fp8(recipe.precision.fp8_mlp)
+        model.refresh(0)
     optimizers = Optimizers(dict(model.named_parameters()), collect_roles(model), recipe.groups, recipe.precision)
     return TrainState(model, optimizers)
 
 
-def _head_linear(recipe: Recipe, execution: Execution, device: torch.device) -> Linear:
-    """The head's product in training: in FP8 where recipe, execution and device have it."""
+def _head_loss(recipe: Recipe, execution: Execution, device: torch.device) -> HeadLoss | None:
+    """What computes the head's product and loss in training: the one operator for both where it pays, else autograd.
+
+    It pays where the kernel of the loss runs; an FP8 head needs it everywhere.
+    """
     spec = recipe.precision.fp8_head
-    if spec is None or execution.fp8 == "off":
-        return linear
-    gradient = spec.gradient / recipe.train.batch_tokens  # the loss that is differentiated is a mean
-    return partial(fp8_linear_for(device), x_s=spec.x, w_s=spec.weight, g_s=gradient)
+    if spec is not None and execution.fp8 != "off" and has_fp8(device):
+        return partial(head_loss, scales=Fp8Scales(spec.x, spec.weight, spec.gradient))
+    return head_loss if execution.compute == "bf16" and uses_kernel(device) else None
 
 
 def compiled(model: GPT, execution: Execution) -> LossSum:
@@ -146,30 +154,42 @@ def fit_to_budget(request: RunRequest, state: TrainState, loss_sum: LossSum, wor
     budget, recipe = request.budget, request.recipe
     assert budget is not None
     if budget.unit == "tokens":
-        steps = int(budget.amount / recipe.train.batch_tokens)
+        steps = int(budget.amount * recipe.train.num_steps / recipe.tokens)
     else:
         endless = replace(recipe, data=replace(recipe.data, epochs=float("inf")))
         most = min(_CALIBRATION_STEPS, recipe.train.num_steps)
-        with open_loader(replace(request, recipe=endless), data, world, num_steps=most) as loader:
-            ms = measure_step_ms(state, loss_sum, recipe, loader, lambda: _synchronize(world.device))
-        steps = int(budget.amount * 1000 / distributed.from_main(ms))
+        plan = recipe.plan(recipe.train.num_steps // 2)
+        relative = recipe.tokens / recipe.train.num_steps / plan.batch_tokens  # a step on average, against this one
+        unlimited = replace(request, recipe=endless)
+        with open_loader(unlimited, data, world, num_steps=most, plan=lambda _: plan) as loader:
+            ms = measure_step_ms(state, loss_sum, recipe, plan, loader, lambda: _synchronize(world.device))
+        steps = int(budget.amount * 1000 / (distributed.from_main(ms) * relative))
     if steps < 1:
         raise UserError(
-            f"--budget {_show(budget)} is less than one step of {recipe.train.batch_tokens} tokens: "
+            f"--budget {_show(budget)} is less than one step of up to {recipe.train.batch_tokens} tokens: "
             "raise it or lower train.batch_tokens"
         )
     return replace(request, recipe=recipe.with_num_steps(steps).validate(), budget=None)
 
 
 def open_loader(
-    request: RunRequest, data: Data, world: World, *, num_steps: int, state: dict[str, Any] | None = None
+    request: RunRequest,
+    data: Data,
+    world: World,
+    *,
+    num_steps: int,
+    state: dict[str, Any] | None = None,
+    plan: Callable[[int], StepPlan] | None = None,
 ) -> TokenLoader:
-    """The loader of this process's part of steps up to `num_steps`, from the reader's `state` or the start."""
+    """The loader of this process's part of steps up to `num_steps`, from the reader's `state` or the start.
+
+    plan: the shapes of steps; None: the recipe's.
+    """
     recipe, lanes = request.recipe, request.execution.lanes_per_microbatch
     assert isinstance(lanes, int)
     return TokenLoader(
         data.train,
-        recipe.plan,
+        plan or recipe.plan,
         num_steps=num_steps,
         lanes=recipe.train.lanes,
         lanes_per_microbatch=lanes,
@@ -181,6 +201,7 @@ def open_loader(
         history=recipe.model.history,
         document_start=recipe.model.document_start,
         mean_document=recipe.data.mean_document,
+        spare_documents=recipe.data.spare_documents,
         vocab_size=recipe.model.vocab_size,
         device=world.device,
         state=state,

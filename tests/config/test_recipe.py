@@ -54,8 +54,11 @@ def test_tokens_is_the_sum_over_steps():
         (["groups=[]"], "groups is empty"),
         (["data.epochs=0"], r"data.epochs=0.0 must be positive"),
         (["schedule.lr.cooldown_steps=99"], "do not fit"),
-        (['model.layers.0.skips=[{"tap": "a"}]'], "model.layers.0 reads tap 'a' before any layer writes it"),
-        (["model.layers.0.tap=a", "model.layers.1.tap=a"], "an earlier layer already wrote"),
+        (
+            ['model.layers.0.join=[{"source": "a"}]'],
+            r"model.layers.0.join.0 reads source 'a' before anything writes it",
+        ),
+        (["model.layers.0.tap=a", "model.layers.1.tap=a"], "model.layers.1 writes tap 'a', which was already written"),
         (["model.dim=1e9x"], "model.dim='1e9x': expected a whole number"),
         (["model.dmi=8"], "unknown key 'model.dmi': did you mean 'model.dim'"),
         (["model.num_layer=8"], "did you mean 'model.num_layers'"),

@@ -11,19 +11,19 @@ from nanosprint.config import Execution
 from nanosprint.recipes import load_recipe
 from nanosprint.training.batch import random_input
 from nanosprint.training.setup import build_state
-from tests.recipes.test_ladder import LADDER, PACKED, SMALL
+from tests.recipes.test_ladder import LADDER, UPPER, small
 
 
-@pytest.mark.parametrize("name", [n for n in LADDER if n != "soap"])
+@pytest.mark.parametrize("name", [n for n in (*LADDER, *UPPER) if n not in ("soap", "record-third")])
 def test_one_graph_and_the_same_numbers(name):
-    recipe = load_recipe(name, {**SMALL, **(PACKED if name in ("longwindow", "sub3") else {})})
+    recipe = load_recipe(name, small(name))
     execution = Execution(device="cpu", compute="fp32", attention="sdpa", compile="off", fp8="off")
     state = build_state(recipe, execution, 0, torch.device("cpu"))
     model = state.model
     with torch.no_grad():  # zeros would hide differences
         for i, p in enumerate(model.parameters()):
             p.add_(0.05 * torch.randn(p.shape, generator=torch.Generator().manual_seed(i)))
-    arguments = random_input(recipe, 2, recipe.model.seq_len, torch.device("cpu"))
+    arguments = random_input(recipe, recipe.plan(0), 2, torch.device("cpu"))
     graphs = []
 
     def count(graph_module, inputs):
