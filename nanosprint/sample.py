@@ -12,7 +12,6 @@ from nanosprint.model.gpt import GPT
 from nanosprint.results.runs import RunDir
 from nanosprint.training import checkpoint
 from nanosprint.training.batch import ModelStage, context_of
-from nanosprint.training.batch import ModelStage, context_of
 from nanosprint.training.distributed import pick_device
 from nanosprint.training.request import RunRequest, load_request
 

@@ -9,9 +9,11 @@ import json
 import types
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass, replace
+from itertools import zip_longest
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 KIND = "kind"  # names the class of a value where several could stand
+_TERM = {"source", "weight"}  # the fields of a `Term`
 
 
 def to_dict(config: Any, hashed_only: bool = False) -> Any:
@@ -72,16 +74,21 @@ def apply_overrides(config: Any, overrides: Mapping[str, Any]) -> Any:
 def diff(old: Any, new: Any, path: str = "") -> list[tuple[str, Any, Any]]:
     """Every dotted key at which two `to_dict` trees differ, with both values; a missing side is None.
 
-    Lists of groups are compared by role, other lists of equal length item by item.
+    Lists of groups are compared by role, lists of objects and other lists of equal length item by item. Sums of
+    sources, and values of different classes, are compared as a whole.
     """
+    if old == new:
+        return []
+    if _is_sum(old) or _is_sum(new):
+        return [(path, old, new)]
     if _has_roles(old) and _has_roles(new):
         old, new = ({item["role"]: item for item in side} for side in (old, new))
-    if isinstance(old, dict) and isinstance(new, dict):
+    if isinstance(old, dict) and isinstance(new, dict) and old.get(KIND) == new.get(KIND):
         keys = list(old) + [k for k in new if k not in old]
         return [row for k in keys for row in diff(old.get(k), new.get(k), f"{path}.{k}" if path else str(k))]
-    if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
-        return [row for i, (a, b) in enumerate(zip(old, new, strict=True)) for row in diff(a, b, f"{path}.{i}")]
-    return [] if old == new else [(path, old, new)]
+    if isinstance(old, list) and isinstance(new, list) and (len(old) == len(new) or _are_objects(old + new)):
+        return [row for i, (a, b) in enumerate(zip_longest(old, new)) for row in diff(a, b, f"{path}.{i}")]
+    return [(path, old, new)]
 
 
 def diff_lines(old: Any, new: Any) -> list[str]:
@@ -89,12 +96,49 @@ def diff_lines(old: Any, new: Any) -> list[str]:
     places: dict[tuple[str, str, str], list[int]] = {}
     for path, before, after in diff(old, new):
         head, index, tail = _split_index(path)
-        places.setdefault((head + "{}" + tail, json.dumps(before), json.dumps(after)), []).append(index)
+        places.setdefault((head + "{}" + tail, _text(before), _text(after)), []).append(index)
     return [f"{key.format(_spans(indices))}: {before} -> {after}" for (key, before, after), indices in places.items()]
 
 
 def _has_roles(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(v, dict) and "role" in v for v in value)
+
+
+def _are_objects(values: list[Any]) -> bool:
+    return all(isinstance(v, dict) for v in values)
+
+
+def _is_sum(value: Any) -> bool:
+    """Whether a plain value is a tuple of `Term`."""
+    return isinstance(value, list) and bool(value) and _are_objects(value) and all(v.keys() <= _TERM for v in value)
+
+
+def _text(value: Any) -> str:
+    """JSON, but sums as formulas."""
+    return " + ".join(map(_product_text, value)) if _is_sum(value) else json.dumps(value)
+
+
+def _product_text(term: dict[str, Any]) -> str:
+    """ "skip[1.0]*down5": a learned number of role skip that starts at 1, times a source."""
+    weight = _weight_text(term.get("weight", {}))
+    return f"{weight}*{term['source']}" if weight else str(term["source"])
+
+
+def _weight_text(weight: dict[str, Any]) -> str:
+    kind = weight.get(KIND, "Fixed")
+    if kind == "Fixed":
+        return "" if weight.get("value", 1) == 1 else f"{weight['value']:.6g}"
+    if kind == "Product":
+        return "*".join(filter(None, map(_weight_text, weight["factors"])))
+    if kind == "Gate":
+        reads = ", ".join(f"{read['source']}:{read['dims']}" for read in weight["reads"])
+        return f"{weight.get('scale', 1)}*gate.{weight['role']}({reads})"
+    start = f"[{weight.get('init', 0):.6g}]"
+    if kind == "Column":
+        width = weight.get("width")
+        return f"net.{weight['net']}{start}" + (f"x{width}" if width else "")
+    number = f"{weight['role']}{start}"
+    return f"sigmoid({number})" if weight.get("sigmoid") else number
 
 
 def _split_index(path: str) -> tuple[str, int, str]:

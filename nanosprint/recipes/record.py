@@ -113,6 +113,7 @@ def normuon(parent: Recipe, dials: Dials) -> Recipe:
         model=replace(
             parent.model,
             layers=layers,
+            norm_eps=None,
             rotary=RotarySpec(base=1024.0, fraction=0.5, yarn=True),
             attn_scale=0.1,
             value_tables=len(tables),
@@ -454,7 +455,7 @@ def _record_layer(i: int, rows: list[int], tables: list[int], dials: Dials) -> L
         return _dense_connections(layer)
     if row == 6:
         gated = skip_weight(Column(net="post", init=0.5))
-        layer = replace(layer, entry=(X, Term(source="c3", weight=gated)))
+        return replace(layer, entry=(X, Term(source="c3", weight=gated)), after_mlp=_scaled("mlp"))
     net, pair = _net(row), column("bigram", _net(row), 0.05)
     return replace(
         layer,
