@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nanosprint.config.model import ModelConfig
 from nanosprint.model.context import NO_CONTEXT
 from nanosprint.model.gpt import GPT
+from nanosprint.model.mixing import Mixture
 from nanosprint.recipes import load_recipe
 from tests.recipes.test_ladder import small
 
@@ -146,6 +147,19 @@ def test_float64_is_float64_throughout(name):
     model.init_weights(0)
     with OnlyFloat64():
         model.loss_sum(IDS, IDS.roll(1)).backward()
+
+
+def test_streams_stay_in_bf16():
+    """Learned numbers in fp32, and columns, leave the format of what they weigh alone."""
+    model = GPT(load_recipe("record", small("record")).model, compute_dtype=torch.bfloat16)
+    model.init_weights(0)
+    formats = []
+    for module in model.modules():
+        if isinstance(module, Mixture):
+            module.register_forward_hook(lambda _, inputs, out: formats.append(out.dtype))
+    model.loss_sum(IDS, IDS.roll(1))
+    assert len(formats) > 10
+    assert set(formats) == {torch.bfloat16}
 
 
 def test_the_embedding_starts_as_a_copy_of_the_head():
