@@ -298,15 +298,17 @@ class Recipe:
                     f"precision.{name} with precision.compute=fp64: a product in eight bits is not in 64; "
                     f"set precision.{name}=none"
                 )
-        if precision.fp8_mlp is None:
-            return
-        if self.model.bias or any(mlp.activation != "relu2" for mlp in mlps):
-            raise ValueError("precision.fp8_mlp is for MLPs of activation relu2 without model.bias: set it to none")
-        for mlp in mlps:
-            if self.model.dim % 16 or mlp.hidden % 16:
+        sizes = [("model.dim", self.model.dim)]
+        if precision.fp8_mlp is not None:
+            if self.model.bias or any(mlp.activation != "relu2" for mlp in mlps):
                 raise ValueError(
-                    f"precision.fp8_mlp: model.dim={self.model.dim} and mlp.hidden={mlp.hidden} must be multiples of 16"
+                    "precision.fp8_mlp is for MLPs of activation relu2 without model.bias: set precision.fp8_mlp=none"
                 )
+            sizes += [("mlp.hidden", mlp.hidden) for mlp in mlps]
+        in_fp8 = precision.fp8_head is not None or precision.fp8_mlp is not None
+        for key, size in sizes:
+            if in_fp8 and size % 16:
+                raise ValueError(f"{key}={size}: products in FP8 want sizes that are multiples of 16")
 
     def _validate_eval(self) -> None:
         seq_len, stride = self.eval.seq_len, self.eval.stride

@@ -86,9 +86,7 @@ class _Walk:
         if tap is None:
             return
         if tap in OWN_NAMES or tap.startswith("table"):
-            raise ValueError(
-                f"{place} calls a tap {tap!r}, which is the name of another source: choose a different one"
-            )
+            raise ValueError(f"{place} calls a tap {tap!r}, the name of another source: choose a different one")
         if tap in self.sources:
             raise ValueError(f"{place} writes tap {tap!r}, which was already written: choose a different name")
         self.sources.add(tap)

@@ -84,13 +84,13 @@ class Head(nn.Module):
     def loss_sum(self, x_BSD: Tensor, targets_BS: Tensor, tied: Tensor, loss: LossTensors | None = None) -> Tensor:
         """Cross-entropy in nats, summed over the targets that count (those not NOT_SCORED); with `loss`, of those."""
         x, targets = x_BSD.flatten(0, -2), targets_BS.flatten()
+        wide = torch.promote_types(x.dtype, torch.float32)
         if torch.is_grad_enabled() and self.train_loss is not None:
             weight = tied if self.weight is None else self.weight
-            labels = labels_of(targets_BS, loss, self.prefixes)
+            labels = labels_of(targets_BS, loss, self.prefixes, wide)
             return self.train_loss(x, weight, labels, softcap=self.config.softcap, in_out=self.in_out)
         if loss is not None:
-            logits = self._logits(x, tied)
-            return labelled_loss(logits, labels_of(targets_BS, loss, self.prefixes, logits.dtype))
+            return labelled_loss(self._logits(x, tied), labels_of(targets_BS, loss, self.prefixes, wide))
         if torch.is_grad_enabled():
             return self._next_token(x, targets, tied)
         # Validation may have rows far longer than training's: their logits are made a part at a time.

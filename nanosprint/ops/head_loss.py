@@ -131,17 +131,17 @@ def _head_loss(
     product = _Plain(weight_VD, x.dtype) if scales is None else _Fp8(weight_VD, Fp8Scales(*scales))
     cap = None if curve is None else Curve(*curve)
     total, dx, dw = [], [], None
-    for rows in _parts(len(x), V + extra, x.device):
-        part = x[rows]
+    rows = _rows_at_once(len(x), V + extra, x.device)
+    for part, part_ids, part_totals in zip(x.split(rows), ids.split(rows), totals.split(rows), strict=True):
         logits, g = product.forward(part)
-        labels = Labels(ids[rows], weights, totals[rows])
+        labels = Labels(part_ids, weights, part_totals)
         total.append(loss_and_grad(logits, labels, cap, g, valid=V, inverse=product.inverse).sum())
         del logits
         part_dx, part_dw = product.backward(part, g, in_out)
         dx.append(part_dx)
         dw = part_dw if dw is None else dw.add_(part_dw)
     assert dw is not None
-    dw = dw[:, :V] if in_out else dw[:V]
+    dw = dw.narrow(1 if in_out else 0, 0, V)
     one = len(dx) == 1
     loss = total[0] if one else torch.stack(total).sum()
     return loss, (dx[0] if one else torch.cat(dx)).to(x.dtype), dw.contiguous()
@@ -182,12 +182,11 @@ def _derive(ctx: Any, g: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
 _head_loss.register_autograd(_derive, setup_context=_setup_context)
 
 
-def _parts(rows: int, columns: int, device: torch.device) -> list[slice]:
-    """Consecutive rows, as many at once as memory has room for logits, in parts of nearly equal size."""
+def _rows_at_once(rows: int, columns: int, device: torch.device) -> int:
+    """As many rows as memory has room for logits, or fewer, so that the last part is not much smaller."""
     if device.type == "cuda":
         most = torch.cuda.get_device_properties(device).total_memory // _SHARE // (2 * columns)
     else:
         most = _CPU_LOGITS // columns
     count = -(-rows // max(1, most))
-    size = -(-rows // max(1, count * 16)) * 16  # FP8 products sum over the rows in multiples of 16
-    return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
+    return max(1, -(-rows // max(1, count * 16))) * 16  # FP8 products sum over rows in multiples of 16

@@ -212,7 +212,7 @@ def test_matrices_and_what_they_are_for():
     assert layer.ROLES["qk"].blocks == H  # pairs of heads, of queries and of keys
     assert layer.ROLES["v"].name == "matrix.v"
     layer.init_weights(torch.Generator().manual_seed(0))
-    assert float(layer.out.std()) > 0  # attn_projection, where other projections start at zero
+    assert float(layer.out.detach().std()) > 0  # attn_projection, where other projections start at zero
     one = SelfAttention(
         config_of(AttnSpec(separate_qk=True), num_heads=1), AttnSpec(separate_qk=True), None, sdpa, torch.float32,
         NetLayouts([]),

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nanosprint.config.model import ModelConfig
 from nanosprint.model.context import NO_CONTEXT
 from nanosprint.model.gpt import GPT
+from nanosprint.model.mixing import Mixture
 from nanosprint.recipes import load_recipe
 from tests.recipes.test_ladder import small
 
@@ -148,12 +149,25 @@ def test_float64_is_float64_throughout(name):
         model.loss_sum(IDS, IDS.roll(1)).backward()
 
 
+def test_streams_stay_in_bf16():
+    """Learned numbers in fp32, and columns, leave the format of what they weigh alone."""
+    model = GPT(load_recipe("record", small("record")).model, compute_dtype=torch.bfloat16)
+    model.init_weights(0)
+    formats = []
+    for module in model.modules():
+        if isinstance(module, Mixture):
+            module.register_forward_hook(lambda _, inputs, out: formats.append(out.dtype))
+    model.loss_sum(IDS, IDS.roll(1))
+    assert len(formats) > 10
+    assert set(formats) == {torch.bfloat16}
+
+
 def test_the_embedding_starts_as_a_copy_of_the_head():
     model = record(perturb=False)
     assert model.head.weight.shape == (48, 257)
     assert torch.equal(model.embed.weight, model.head.weight.T)
-    assert float(model.head.weight.std()) == pytest.approx(0.005, rel=0.05)
-    assert float(model.value_tables.weight.std()) == pytest.approx(0.01, rel=0.05)
+    assert float(model.head.weight.detach().std()) == pytest.approx(0.005, rel=0.05)
+    assert float(model.value_tables.weight.detach().std()) == pytest.approx(0.01, rel=0.05)
 
 
 def test_initial_matrices():
@@ -161,7 +175,7 @@ def test_initial_matrices():
     bound = 3**0.5 * 0.5 * 48**-0.5
     layer = model.layers[1]
     for matrix in (layer.mixer.qk, layer.mixer.v, layer.mixer.out, layer.mlp.up):
-        assert 0.9 * bound < float(matrix.abs().max()) <= bound
+        assert 0.9 * bound < float(matrix.detach().abs().max()) <= bound
     assert layer.mlp.down.shape == (192, 48)
     assert not layer.mlp.down.any()
 

@@ -1,4 +1,4 @@
-"""The record as a recipe: published sizes, the steps of its schedule, and what it has that the published model has not."""
+"""The record as a recipe: published sizes, groups and schedule, and what the published model has to no use."""
 
 import pytest
 import torch
