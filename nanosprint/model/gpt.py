@@ -19,7 +19,7 @@ from nanosprint.model.linear import linear
 from nanosprint.model.norm import build_norm
 from nanosprint.model.rotary import Rotary
 from nanosprint.model.techniques.value_tables import ValueTables
-from nanosprint.ops.attention import backend
+from nanosprint.ops.attention import Limit, backend
 
 
 class GPT(nn.Module):
@@ -123,8 +123,9 @@ class GPT(nn.Module):
         return 6.0 * matrices + 12.0 * self.config.dim * keys
 
 
-def mean_keys(seq_len: int, window: int | None) -> float:
+def mean_keys(seq_len: int, window: Limit | None) -> float:
     """How many keys a query of a causal row sees on average, itself included."""
+    window = None if window is None else int(window)
     if window is None or window >= seq_len:
         return (seq_len + 1) / 2
     return window + 1 - window * (window + 1) / (2 * seq_len)
