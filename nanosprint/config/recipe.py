@@ -12,7 +12,7 @@ from typing import Any, Literal
 from nanosprint.config.edit import from_dict, to_dict
 from nanosprint.config.groups import ParamGroup
 from nanosprint.config.model import ModelConfig
-from nanosprint.config.schedule import STEPS, Schedule, StepPlan, steps_field
+from nanosprint.config.schedule import STEPS, Schedule, StageSchedule, StepPlan, steps_field
 
 UNHASHED: dict[str, Any] = {"hashed": False}
 
@@ -29,7 +29,8 @@ class DataConfig:
     name: str  # a folder under data/, unless --data names another place
     tokenizer: Literal["gpt2", "chars", "bytes"] = "gpt2"
     order: Literal["sequential", "shuffled", "documents"] = "sequential"
-    mean_document: int = 128  # documents are at least this long on average: makes room for their ends
+    mean_document: int = 128  # documents are at least this long on average: makes room for their ends,
+    spare_documents: int = 1  # and for this many more in every row
     epochs: float = 1.0  # passes over the training tokens that are allowed; more data than that is an error
 
 
@@ -38,7 +39,7 @@ class TrainConfig:
     """Length and batch of a run. A step is divided into `lanes` equal parts, which attention never crosses."""
 
     num_steps: int = steps_field()
-    batch_tokens: int
+    batch_tokens: int  # where the schedule has stages: of the largest of them
     lanes: int = 8
     objective: Literal["mean", "lane_mean"] = "mean"  # of all tokens' losses; or their sum divided by the lanes
     grad_clip: float | None = None  # global norm
@@ -114,15 +115,68 @@ class Recipe:
 
     def plan(self, step: int) -> StepPlan:
         """What happens at `step`, 0 .. num_steps - 1."""
-        num_steps, momentum, windows = self.train.num_steps, self.schedule.momentum, self.schedule.windows
+        num_steps, schedule = self.train.num_steps, self.schedule
+        momentum = None if schedule.momentum is None else schedule.momentum.value(step, num_steps)
+        if schedule.stages is not None:
+            return self._staged_plan(schedule.stages, step, momentum)
+        windows = schedule.windows
         return StepPlan(
             step=step,
-            lr_factor=self.schedule.lr.factor(step, num_steps),
-            momentum=None if momentum is None else momentum.value(step, num_steps),
+            lr_factor=schedule.lr.factor(step, num_steps),
+            momentum=momentum,
             batch_tokens=self.train.batch_tokens,
-            seq_len=self.model.seq_len,
+            seq_len=self._row(self.train.batch_tokens),
             windows=None if windows is None else windows.windows(step, num_steps),
         )
+
+    def _staged_plan(self, stages: StageSchedule, step: int, momentum: float | None) -> StepPlan:
+        num_steps, stage = self.train.num_steps, stages.span(step, self.train.num_steps).stage
+        return StepPlan(
+            step=step,
+            lr_factor=stages.lr_factor(step, num_steps),
+            momentum=momentum,
+            batch_tokens=stage.batch_tokens,
+            seq_len=self._row(stage.batch_tokens),
+            windows=stage.windows,
+            max_document=stage.max_document if self.data.order == "documents" else None,
+            loss=stages.loss(step, num_steps),
+            yarn=stages.long_windows(step, num_steps),
+            split=stages.is_split(step, num_steps),
+        )
+
+    def _row(self, batch_tokens: int) -> int:
+        """Tokens of a row: a lane, where documents fill it."""
+        return batch_tokens // self.train.lanes if self.data.order == "documents" else self.model.seq_len
+
+    def eval_plan(self, step: int) -> StepPlan:
+        """How the model is validated when `step` steps are done: as it would train next, or trained last.
+
+        Rows are `eval.seq_len` tokens in which no document is cut, and the loss is the plain one. After the last step
+        the stages' `eval_windows` take effect, while rotary's extension stays that of the training windows.
+        """
+        stages, plan = self.schedule.stages, self.plan(min(step, self.train.num_steps - 1))
+        plan = replace(plan, batch_tokens=self.eval.batch_tokens, seq_len=self.eval.seq_len, loss=None)
+        if stages is not None and step >= self.train.num_steps and stages.eval_windows is not None:
+            plan = replace(plan, windows=stages.eval_windows)
+        return plan if plan.max_document is None else replace(plan, max_document=self.eval.seq_len)
+
+    @property
+    def max_batch_tokens(self) -> int:
+        """The most tokens that any step has."""
+        return max(self._batches().values())
+
+    @property
+    def max_seq_len(self) -> int:
+        """The longest row of training and validation, in tokens: as far as positions must reach."""
+        return max(self.model.seq_len, self.eval.seq_len, self._row(self.max_batch_tokens))
+
+    def _batches(self) -> dict[str, int]:
+        """Every size of a batch by its key."""
+        stages = self.schedule.stages
+        if stages is None:
+            return {"train.batch_tokens": self.train.batch_tokens}
+        batches = {f"schedule.stages.stages.{i}.batch_tokens": s.batch_tokens for i, s in enumerate(stages.stages)}
+        return {**batches, "schedule.stages.extension.batch_tokens": stages.extension.batch_tokens}
 
     @property
     def tokens(self) -> int:
@@ -152,6 +206,7 @@ class Recipe:
         self._validate_numbers()
         self._validate_batch()
         self._validate_eval()
+        self._validate_documents()
         self._validate_windows()
         if self.train.grad_clip is not None and any(g.every > 1 for g in self.groups):
             raise ValueError(
@@ -170,15 +225,34 @@ class Recipe:
         return self
 
     def _validate_batch(self) -> None:
-        batch, lanes, seq_len = self.train.batch_tokens, self.train.lanes, self.model.seq_len
+        lanes, seq_len = self.train.lanes, self.model.seq_len
         if lanes < 1:
             raise ValueError(f"train.lanes={lanes} must be at least 1")
-        unit = lanes * seq_len
-        if batch < unit or batch % unit:
-            nearest = max(unit, round(batch / unit) * unit)
+        unit, words, numbers = lanes * seq_len, "train.lanes x model.seq_len", f"{lanes} x {seq_len}"
+        if self.data.order == "documents":
+            unit, words, numbers = lanes, "train.lanes", f"{lanes}"
+        for key, batch in self._batches().items():
+            if batch < unit or batch % unit:
+                nearest = max(unit, round(batch / unit) * unit)
+                raise ValueError(
+                    f"{key}={batch} is not a multiple of {words} = {numbers}: the nearest that fits is {nearest}"
+                )
+        if self.train.batch_tokens != self.max_batch_tokens:
             raise ValueError(
-                f"train.batch_tokens={batch} is not a multiple of train.lanes x model.seq_len = {lanes} x {seq_len}: "
-                f"the nearest that fits is {nearest}"
+                f"train.batch_tokens={self.train.batch_tokens}, but the largest batch of schedule.stages has "
+                f"{self.max_batch_tokens}: set train.batch_tokens={self.max_batch_tokens}, or change the stages"
+            )
+
+    def _validate_documents(self) -> None:
+        if self.data.order == "documents" and self.model.document_start is None:
+            raise ValueError(
+                "data.order=documents needs the token that starts a document: set model.document_start "
+                "(50256 for GPT-2's tokens)"
+            )
+        if self.model.positions == "learned" and self.max_seq_len > self.model.seq_len:
+            raise ValueError(
+                f"rows of {self.max_seq_len} tokens exceed model.seq_len={self.model.seq_len}, which is as far as "
+                "learned positions reach: raise model.seq_len"
             )
 
     def _validate_numbers(self) -> None:
@@ -192,6 +266,7 @@ class Recipe:
             ("eval.every", self.eval.every, self.eval.every >= 0, "0 (only at the end) or more"),
             ("eval.batch_tokens", self.eval.batch_tokens, self.eval.batch_tokens >= 1, "at least 1"),
             ("data.mean_document", self.data.mean_document, self.data.mean_document >= 1, "at least 1"),
+            ("data.spare_documents", self.data.spare_documents, self.data.spare_documents >= 1, "at least 1"),
             ("schedule.windows.block", windows and windows.block, windows is None or windows.block >= 1, "at least 1"),
         ]
         for i, group in enumerate(self.groups):
@@ -204,12 +279,15 @@ class Recipe:
                 raise ValueError(f"{key}={value}: it must be {expected}")
 
     def _validate_windows(self) -> None:
+        known = self.schedule.windows is not None or self.schedule.stages is not None
         for i, layer in enumerate(self.model.layers):
-            if layer.mixer is not None and layer.mixer.window != "full" and self.schedule.windows is None:
+            if layer.mixer is not None and layer.mixer.window != "full" and not known:
                 raise ValueError(
                     f"model.layers.{i}.mixer.window={layer.mixer.window}, but no schedule.windows says how far: "
                     'set it, for example to {"start": 1024, "end": 1024}'
                 )
+        if self.model.rotary.yarn and self.schedule.stages is None:
+            raise ValueError("model.rotary.yarn follows the windows of schedule.stages: set them, or yarn=false")
 
     def _validate_eval(self) -> None:
         seq_len, stride = self.eval.seq_len, self.eval.stride

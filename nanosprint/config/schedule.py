@@ -7,7 +7,8 @@ or shrink the whole schedule in proportion.
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from itertools import groupby
+from typing import Any, Literal, NamedTuple
 
 STEPS: dict[str, Any] = {"unit": "steps"}
 
@@ -98,6 +99,22 @@ class LossWeights:
     tokens: tuple[float, ...] = (1.0,)
     prefix: float = 0.0
 
+    def toward(self, other: "LossWeights", part: float) -> "LossWeights":
+        """The weights `part` of the way from here to `other`, which has as many."""
+        pairs = zip(self.tokens, other.tokens, strict=True)
+        return LossWeights(
+            tokens=tuple(a + (b - a) * part for a, b in pairs),
+            prefix=self.prefix + (other.prefix - self.prefix) * part,
+        )
+
+    def validate(self, key: str) -> None:
+        """Raise ValueError naming the weight below `key` that cannot work."""
+        if not self.tokens or self.tokens[0] <= 0:
+            raise ValueError(f"{key}.tokens={list(self.tokens)}: the first weighs the next token and must be positive")
+        for name, weight in ((f"{key}.tokens", min(self.tokens)), (f"{key}.prefix", self.prefix)):
+            if not 0 <= weight < math.inf:
+                raise ValueError(f"{name}: weight {weight} must be 0 or more, and finite")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
@@ -116,13 +133,22 @@ class Stage:
     loss_end: LossWeights | None = None
 
 
+class Span(NamedTuple):
+    """A stage and its steps, start .. end - 1."""
+
+    start: int
+    end: int
+    stage: Stage
+
+
 @dataclass(frozen=True, kw_only=True)
 class StageSchedule:
     """Stages one after the other, their borders rounded, then `extension` for the last `extension_steps`.
 
     The rate's factor is that of the stage until the cool-down, the last `cooldown` of the scheduled steps, moves it
     linearly from there to `floor`, where it stays in the extension. `eval_windows` serve the validation after the last
-    step. `split_stage` counts from 0: at the first odd step of that stage embedding and head part.
+    step. `split_stage` counts from 0: at the first odd step of that stage embedding and head part. A run shorter than
+    its stages are many leaves some of them out.
     """
 
     stages: tuple[Stage, ...]
@@ -132,6 +158,99 @@ class StageSchedule:
     floor: float = 0.15
     eval_windows: Windows | None = None
     split_stage: int | None = None
+
+    def spans(self, num_steps: int) -> tuple[Span, ...]:
+        """Every stage of a run of `num_steps` steps, the extension last; some may have no step."""
+        scheduled, total = num_steps - self.extension_steps, sum(stage.share for stage in self.stages)
+        borders, passed = [0], 0
+        for stage in self.stages:
+            passed += stage.share
+            borders.append(round(scheduled * passed / total))
+        return tuple(map(Span, borders, [*borders[1:], num_steps], [*self.stages, self.extension]))
+
+    def span(self, step: int, num_steps: int) -> Span:
+        """The stage that `step` belongs to. Raises ValueError for a step beyond the run."""
+        for span in self.spans(num_steps):
+            if step < span.end:
+                return span
+        raise ValueError(f"step={step}: the run has {num_steps} steps, counted from 0")
+
+    def lr_factor(self, step: int, num_steps: int) -> float:
+        """The factor on every learning rate: `cooldown` starts from the multiplier of the stage that is on."""
+        scheduled = num_steps - self.extension_steps
+        if step >= scheduled:
+            return self.floor
+        start = int(scheduled * (1 - self.cooldown))
+        part = max(0, step - start) / max(1, scheduled - start)
+        return self.span(step, num_steps).stage.lr * (1 - part) + self.floor * part
+
+    def loss(self, step: int, num_steps: int) -> LossWeights | None:
+        """The weights at `step`; None where no stage predicts anything but the next token."""
+        if all(stage.loss == LossWeights() == (stage.loss_end or stage.loss) for stage in self._all()):
+            return None
+        start, end, stage = self.span(step, num_steps)
+        return stage.loss if stage.loss_end is None else stage.loss.toward(stage.loss_end, (step - start) / (end - start))
+
+    def long_windows(self, step: int, num_steps: int) -> tuple[int, ...]:
+        """The long windows up to `step`, in tokens; equal neighbours count once."""
+        begun = (s.stage.windows.long for s in self.spans(num_steps) if s.start <= step and s.start < s.end)
+        return tuple(long for long, _ in groupby(begun))
+
+    def is_split(self, step: int, num_steps: int) -> bool:
+        """Whether embedding and head have parted after the update of `step`."""
+        if self.split_stage is None:
+            return False
+        return step >= self.spans(num_steps)[self.split_stage].start // 2 * 2 + 1
+
+    def validate(self, num_steps: int) -> None:
+        """Raise ValueError naming the first setting that cannot work in a run of `num_steps`, and what would."""
+        key = "schedule.stages"
+        if not self.stages:
+            raise ValueError(f"{key}.stages is empty: a run needs at least one stage")
+        for i, stage in enumerate(self.stages):
+            _validate_stage(stage, f"{key}.stages.{i}")
+        _validate_stage(self.extension, f"{key}.extension")
+        checks = [
+            ("extension_steps", self.extension_steps, 0 <= self.extension_steps < num_steps, f"0 to {num_steps - 1}"),
+            ("cooldown", self.cooldown, 0 <= self.cooldown <= 1, "between 0 and 1"),
+            ("floor", self.floor, 0 <= self.floor < math.inf, "0 or more, and finite"),
+            (
+                "split_stage",
+                self.split_stage,
+                self.split_stage is None or 0 <= self.split_stage < len(self.stages),
+                f"none, or a stage's number, 0 to {len(self.stages) - 1}",
+            ),
+        ]
+        for name, value, fits, expected in checks:
+            if not fits:
+                raise ValueError(f"{key}.{name}={value}: it must be {expected}")
+        if self.eval_windows is not None:
+            _validate_windows(self.eval_windows, f"{key}.eval_windows")
+
+    def _all(self) -> tuple[Stage, ...]:
+        return (*self.stages, self.extension)
+
+
+def _validate_stage(stage: Stage, key: str) -> None:
+    for name, least in (("share", 1), ("batch_tokens", 1), ("max_document", 1)):
+        if getattr(stage, name) < least:
+            raise ValueError(f"{key}.{name}={getattr(stage, name)} must be at least {least}")
+    if not 0 < stage.lr < math.inf:
+        raise ValueError(f"{key}.lr={stage.lr} must be positive and finite")
+    _validate_windows(stage.windows, f"{key}.windows")
+    stage.loss.validate(f"{key}.loss")
+    if stage.loss_end is not None:
+        stage.loss_end.validate(f"{key}.loss_end")
+        if len(stage.loss_end.tokens) != len(stage.loss.tokens):
+            raise ValueError(
+                f"{key}.loss_end.tokens has {len(stage.loss_end.tokens)} weights and {key}.loss.tokens "
+                f"{len(stage.loss.tokens)}: give as many, 0 for what ends"
+            )
+
+
+def _validate_windows(windows: Windows, key: str) -> None:
+    if not 1 <= windows.short <= windows.long:
+        raise ValueError(f"{key}: short={windows.short} must lie between 1 and long={windows.long}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,8 +263,8 @@ class StepPlan:
     batch_tokens: int
     seq_len: int
     windows: Windows | None  # None: the recipe has none
-    max_document: int | None = None  # None: documents are not cut
-    loss: LossWeights = LossWeights()
+    max_document: int | None = None  # no document is longer, since packing cut them; None: they are not cut
+    loss: LossWeights | None = None  # None: the next token's cross entropy, as in all validation
     yarn: tuple[int, ...] = ()  # the long windows so far, in tokens, for rotary's extension; equal neighbours merged
     split: bool = False  # whether embedding and head part after this step's update, or have
 
@@ -160,6 +279,10 @@ class Schedule:
     stages: StageSchedule | None = None  # then it decides batch, windows and the rate's factor, and `lr` has no say
 
     def validate(self, num_steps: int) -> None:
+        if self.stages is not None:
+            self.stages.validate(num_steps)
+            if self.windows is not None:
+                raise ValueError("schedule.windows has no say beside schedule.stages: set one of them to none")
         for name, curve in (("lr", self.lr), ("momentum", self.momentum)):
             if curve is not None and curve.warmup_steps + curve.cooldown_steps > num_steps:
                 raise ValueError(

@@ -17,15 +17,15 @@ class DocumentEnds(NamedTuple):
     longest: int
 
 
-def slots(rows: int, seq_len: int, mean_document: int) -> int:
-    """D for `rows` rows of `seq_len` tokens whose documents are `mean_document` tokens long on average, or longer."""
-    return rows * (seq_len // mean_document + 1) + 1
+def slots(rows: int, seq_len: int, mean_document: int, spare: int = 1) -> int:
+    """D for `rows` rows of `seq_len` tokens: `mean_document` tokens a document, and room for `spare` more in each."""
+    return rows * (seq_len // mean_document + spare) + 1
 
 
-def document_ends(tokens: np.ndarray, start: int, mean_document: int, out: np.ndarray) -> int:
+def document_ends(tokens: np.ndarray, start: int, out: np.ndarray) -> int:
     """Fill out (D,) int32 with the ends in tokens (B, S); the length of the longest document.
 
-    Raises ValueError where there are more documents than `mean_document` leaves room for, naming the setting.
+    Raises ValueError where there are more documents than `slots` made room for, naming the setting.
     """
     num_rows, seq_len = tokens.shape
     starts = tokens == start
@@ -34,7 +34,8 @@ def document_ends(tokens: np.ndarray, start: int, mean_document: int, out: np.nd
     if len(ends) + 1 > len(out):
         raise ValueError(
             f"{len(ends)} documents in {num_rows} rows of {seq_len} tokens do not fit the {len(out) - 1} that "
-            f"data.mean_document={mean_document} makes room for: set it to {max(1, tokens.size // len(ends) // 2)}"
+            f"data.mean_document and data.spare_documents make room for: set data.mean_document="
+            f"{max(1, tokens.size // len(ends) // 2)}"
         )
     out[: len(ends)] = ends
     out[len(ends) :] = tokens.size

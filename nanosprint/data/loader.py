@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from nanosprint.data.documents import DocumentEnds, document_ends, slots
-from nanosprint.data.order import Position, make_order
+from nanosprint.data.order import PackedRows, Position, Rows, StepShape, make_order
 from nanosprint.data.shards import ShardError, open_shard
 
 STATE_VERSION = 1
@@ -33,7 +33,10 @@ EPSILON = 1e-9  # rounding in a number of passes
 
 
 class BatchShape(Protocol):
-    """What the loader needs to know of a step; `config.StepPlan` has it."""
+    """What the loader needs to know of a step; `config.StepPlan` has it.
+
+    With order "documents", `max_document` as well: the tokens of the longest document, or None.
+    """
 
     @property
     def batch_tokens(self) -> int: ...
@@ -78,7 +81,7 @@ class _Assembled:
 class TokenLoader:
     """Iterates over the steps of a run as `StepData`; use it as a context manager, or call `close`.
 
-    shards: training shards in order. plan: step number -> `batch_tokens` and `seq_len`. lanes and lanes_per_microbatch:
+    shards: training shards in order. plan: step number -> its shape, see `BatchShape`. lanes and lanes_per_microbatch:
     see the module's head. order, seed: see `order`. epochs: passes over the tokens that the run may take. state: a
     `state_after` to go on from, at any world size; start_step alone finds its place by arithmetic. prefetch: steps
     assembled ahead. Raises ValueError, before anything is read, if the lanes cannot be dealt, a step cannot be divided,
@@ -102,6 +105,7 @@ class TokenLoader:
         history: int = 0,
         document_start: int | None = None,
         mean_document: int = 128,
+        spare_documents: int = 1,
         device: torch.device | str = "cpu",
         start_step: int | None = None,
         state: dict[str, Any] | None = None,
@@ -115,9 +119,9 @@ class TokenLoader:
         self._lanes, self._k, self._rank, self._world_size = lanes, lanes_per_microbatch, rank, world_size
         self._plan, self._num_steps, self._vocab_size = plan, num_steps, vocab_size
         self._reader = _Reader(shards, vocab_size, history)
-        self._document_start, self._mean_document = document_start, mean_document
+        self._document_start, self._room = document_start, (mean_document, spare_documents)
         self._order_name, self._seed = order, seed
-        self._order = make_order(order, self._reader.counts, seed)
+        self._order = make_order(order, self._reader.shards, seed, document_start)
         self._identity = self._make_identity()
         self._step, self._position = self._find_start(start_step, state)
         self._check_plan(epochs)
@@ -180,9 +184,8 @@ class TokenLoader:
         if state is None:
             position = Position()
             for step in range(start_step or 0):
-                shape = self._plan(step)
-                start = self._order.start(position, shape.batch_tokens, shape.seq_len)
-                position = self._order.advance(start, shape.batch_tokens, shape.seq_len)
+                shape = self._shape(step)
+                position = self._order.advance(self._order.start(position, shape), shape)
             return start_step or 0, position
         for key, value in self._identity.items():
             if state.get(key) != value:
@@ -193,6 +196,11 @@ class TokenLoader:
         if start_step is not None and start_step != state["step"]:
             raise ValueError(f"start_step={start_step}, but the data reader's state is at step {state['step']}")
         return state["step"], Position(**state["position"])
+
+    def _shape(self, step: int) -> StepShape:
+        plan = self._plan(step)
+        longest = getattr(plan, "max_document", None) if self._order_name == "documents" else None
+        return StepShape(plan.batch_tokens, plan.seq_len, longest)
 
     def _make_identity(self) -> dict[str, Any]:
         """What must agree between a state and the loader that goes on from it."""
@@ -205,28 +213,26 @@ class TokenLoader:
 
     def _check_plan(self, epochs: float) -> None:
         """Go through all steps on paper: every one must divide into lanes and rows, and the tokens must suffice."""
-        position, needed, seq_len = self._position, 0, None
-        seen: set[tuple[int, int]] = set()
+        position, needed = self._position, 0
+        before: StepShape | None = None
         for step in range(self._step, self._num_steps):
-            shape = self._plan(step)
-            if (shape.batch_tokens, shape.seq_len) not in seen:
+            shape = self._shape(step)
+            if shape != before:
                 _check_divides(step, shape, self._lanes)
-                seen.add((shape.batch_tokens, shape.seq_len))
-            if self._order_name == "shuffled" and seq_len not in (None, shape.seq_len):
+            if self._order_name == "shuffled" and before is not None and before.seq_len != shape.seq_len:
                 raise ValueError(
-                    f"data.order=shuffled deals blocks of one length, but seq_len changes from {seq_len} to "
+                    f"data.order=shuffled deals blocks of one length, but seq_len changes from {before.seq_len} to "
                     f"{shape.seq_len} at step {step}: use data.order=sequential"
                 )
-            seq_len = shape.seq_len
-            start = self._order.start(position, shape.batch_tokens, seq_len)
-            position = self._order.advance(start, shape.batch_tokens, seq_len)
+            before = shape
+            position = self._order.advance(self._order.start(position, shape), shape)
             needed += shape.batch_tokens
-        passes = self._order.passes(position, seq_len) if seq_len else 0.0
+        passes = self._order.passes(position, before) if before else 0.0
         if passes > epochs + EPSILON:
-            total = sum(self._reader.counts)
+            total, cut = sum(self._reader.counts), " and of long documents" if self._order_name == "documents" else ""
             raise ValueError(
                 f"not enough training tokens: steps {self._step} to {self._num_steps - 1} take {needed} targets, which "
-                f"need {needed + 1} tokens and what is dropped at shard ends; there are {total} in "
+                f"need {needed + 1} tokens and what is dropped at shard ends{cut}; there are {total} in "
                 f"{len(self._reader.paths)} shards, and data.epochs={epochs:g} passes over them are allowed. Set "
                 f"data.epochs={np.ceil(passes * 100) / 100:g}, lower train.num_steps, or add data"
             )
@@ -254,21 +260,21 @@ class TokenLoader:
                 continue
 
     def _assemble(self, step: int) -> _Assembled:
-        shape = self._plan(step)
-        seq_len, batch_tokens = shape.seq_len, shape.batch_tokens
-        start = self._order.start(self._position, batch_tokens, seq_len)
-        rows = batch_tokens // seq_len // self._lanes * self._k  # of a micro-batch
+        shape = self._shape(step)
+        seq_len = shape.seq_len
+        start = self._order.start(self._position, shape)
+        rows = shape.batch_tokens // seq_len // self._lanes * self._k  # of a micro-batch
         tokens, targets, slot = self._buffers((self.micro_steps, rows), seq_len)
         for m in range(self.micro_steps):
-            chosen = self._order.rows(start, (m * self._world_size + self._rank) * rows, rows, seq_len)
-            self._reader.read(chosen.shards, chosen.offsets, tokens[m].numpy(), targets[m].numpy())
+            chosen = self._order.rows(start, (m * self._world_size + self._rank) * rows, rows, shape)
+            self._reader.read(chosen, tokens[m].numpy(), targets[m].numpy())
         ends, longest = self._find_documents(tokens, seq_len)
-        self._position = self._order.advance(start, batch_tokens, seq_len)
+        self._position = self._order.advance(start, shape)
         state = {
             **self._identity,
             "step": step + 1,
             "position": vars(self._position).copy(),
-            "epochs_read": self._order.passes(self._position, seq_len),
+            "epochs_read": self._order.passes(self._position, shape),
         }
         if self._ring is None or slot is None:
             return _Assembled(step, tokens, targets, ends, longest, state)
@@ -278,11 +284,11 @@ class TokenLoader:
         if self._document_start is None:
             return None, []
         own = tokens[:, :, self._reader.history :].numpy()
-        ends = torch.empty((len(own), slots(own.shape[1], seq_len, self._mean_document)), dtype=torch.int32)
+        ends = torch.empty((len(own), slots(own.shape[1], seq_len, *self._room)), dtype=torch.int32)
         if self._ring is not None:
             ends = ends.pin_memory()
         longest = [
-            document_ends(rows, self._document_start, self._mean_document, out)
+            document_ends(rows, self._document_start, out)
             for rows, out in zip(own, ends.numpy(), strict=True)
         ]
         return ends, longest
@@ -342,11 +348,26 @@ class _Reader:
         self.shards = [open_shard(path).view(np.ndarray) for path in self.paths]  # slicing a memmap is slow
         self.counts = [len(shard) for shard in self.shards]
 
-    def read(self, shards: np.ndarray, offsets: np.ndarray, tokens: np.ndarray, targets: np.ndarray) -> None:
-        """Fill tokens (B, history + S) int32 and targets (B, S) int64 with rows at `offsets` (B,) of `shards` (B,).
+    def read(self, rows: Rows | PackedRows, tokens: np.ndarray, targets: np.ndarray) -> None:
+        """Fill tokens (B, history + S) int32 and targets (B, S) int64 with the B rows of `rows`.
 
-        Before the first token of a shard the history is 0.
+        Before the first token of a shard, and before a row of packed documents, the history is 0.
         """
+        if isinstance(rows, PackedRows):
+            self._read_packed(rows, tokens, targets)
+        else:
+            self._read_rows(rows.shards, rows.offsets, tokens, targets)
+
+    def _read_packed(self, rows: PackedRows, tokens: np.ndarray, targets: np.ndarray) -> None:
+        shard, pieces = self.shards[rows.shard], rows.pieces
+        places = zip(pieces.offsets.tolist(), (pieces.offsets + pieces.lengths).tolist(), strict=True)
+        ids = np.concatenate([shard[start:stop] for start, stop in places]).reshape(len(targets), -1)
+        self.check(ids, rows.shard)
+        tokens[:, : self.history] = 0
+        tokens[:, self.history :] = ids[:, :-1]
+        targets[:] = ids[:, 1:]
+
+    def _read_rows(self, shards: np.ndarray, offsets: np.ndarray, tokens: np.ndarray, targets: np.ndarray) -> None:
         num_rows, seq_len = targets.shape
         if self.history:
             self._read_history(shards, offsets, tokens[:, : self.history])
@@ -361,10 +382,10 @@ class _Reader:
         for shard in np.unique(shards) if len(self.shards) > 1 else (0,):
             here = np.flatnonzero(shards == shard)
             windows = np.lib.stride_tricks.sliding_window_view(self.shards[shard], seq_len + 1)
-            rows = windows[offsets[here]]
-            self.check(rows, int(shard))
-            tokens[here] = rows[:, :-1]
-            targets[here] = rows[:, 1:]
+            ids = windows[offsets[here]]
+            self.check(ids, int(shard))
+            tokens[here] = ids[:, :-1]
+            targets[here] = ids[:, 1:]
 
     def _read_history(self, shards: np.ndarray, offsets: np.ndarray, history: np.ndarray) -> None:
         before = offsets[:, None] + np.arange(-self.history, 0)
@@ -413,6 +434,7 @@ def validation_batches(
     history: int = 0,
     document_start: int | None = None,
     mean_document: int = 128,
+    spare_documents: int = 1,
     device: torch.device | str = "cpu",
 ) -> Iterator[Batch]:
     """This rank's part of validation: over all ranks each of the first `tokens` targets (None: all) is scored once.
@@ -441,8 +463,8 @@ def validation_batches(
             tokens, targets = windows.batch(first, count, rows_per_batch)
             documents = None
             if document_start is not None:
-                ends = torch.empty(slots(rows_per_batch, seq_len, mean_document), dtype=torch.int32)
-                longest = document_ends(tokens[:, history:].numpy(), document_start, mean_document, ends.numpy())
+                ends = torch.empty(slots(rows_per_batch, seq_len, mean_document, spare_documents), dtype=torch.int32)
+                longest = document_ends(tokens[:, history:].numpy(), document_start, ends.numpy())
                 documents = DocumentEnds(ends.to(device), longest)
             yield Batch(tokens.to(device), targets.to(device), documents)
 
@@ -510,7 +532,7 @@ def _check_lanes(lanes: int, k: int, world_size: int) -> None:
         )
 
 
-def _check_divides(step: int, shape: BatchShape, lanes: int) -> None:
+def _check_divides(step: int, shape: StepShape, lanes: int) -> None:
     unit = lanes * shape.seq_len
     if shape.batch_tokens < unit or shape.batch_tokens % unit:
         nearest = max(1, round(shape.batch_tokens / unit)) * unit

@@ -3,16 +3,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanosprint.data.order import NotEnoughTokens, Position, Sequential, Shuffled, make_order
+from nanosprint.data.order import NotEnoughTokens, Position, Sequential, Shuffled, StepShape, make_order
 
 
 def steps_of(order, num_steps, batch_tokens, seq_len):
     """(start, rows) of consecutive steps from the beginning."""
     position = Position()
     for _ in range(num_steps):
-        start = order.start(position, batch_tokens, seq_len)
-        yield start, order.rows(start, 0, batch_tokens // seq_len, seq_len)
-        position = order.advance(start, batch_tokens, seq_len)
+        shape = StepShape(batch_tokens, seq_len)
+        start = order.start(position, shape)
+        yield start, order.rows(start, 0, batch_tokens // seq_len, shape)
+        position = order.advance(start, shape)
 
 
 @settings(max_examples=60, deadline=None)
@@ -22,7 +23,7 @@ def test_sequential_against_a_plain_loop(counts, rows, seq_len):
     order = Sequential(counts)
     if max(counts) < batch + 1:
         with pytest.raises(NotEnoughTokens, match=f"at least {batch + 1}"):
-            order.start(Position(), batch, seq_len)
+            order.start(Position(), StepShape(batch, seq_len))
         return
     expected = []  # (shard, offset) of the steps of two epochs
     for _ in range(2):
@@ -38,19 +39,19 @@ def test_sequential_against_a_plain_loop(counts, rows, seq_len):
 
 def test_sequential_passes_count_dropped_tails():
     order = Sequential([10, 10])
-    positions = [order.advance(start, 8, 4) for start, _ in steps_of(order, 3, 8, 4)]
-    assert [order.passes(p, 4) for p in positions] == [0.4, 0.9, 1.4]
+    positions = [order.advance(start, StepShape(8, 4)) for start, _ in steps_of(order, 3, 8, 4)]
+    assert [order.passes(p, StepShape(8, 4)) for p in positions] == [0.4, 0.9, 1.4]
 
 
 def test_a_step_fits_exactly():
     """N targets need N + 1 tokens."""
-    assert Sequential([9]).start(Position(), 8, 4) == Position()
-    assert Sequential([9]).start(Position(0, 0, 8), 8, 4) == Position(1, 0, 0)
+    assert Sequential([9]).start(Position(), StepShape(8, 4)) == Position()
+    assert Sequential([9]).start(Position(0, 0, 8), StepShape(8, 4)) == Position(1, 0, 0)
     with pytest.raises(NotEnoughTokens):
-        Sequential([8]).start(Position(), 8, 4)
-    assert Shuffled([9], 0).start(Position(), 8, 4) == Position()
+        Sequential([8]).start(Position(), StepShape(8, 4))
+    assert Shuffled([9], 0).start(Position(), StepShape(8, 4)) == Position()
     with pytest.raises(NotEnoughTokens):
-        Shuffled([8], 0).start(Position(), 8, 4)
+        Shuffled([8], 0).start(Position(), StepShape(8, 4))
 
 
 @settings(max_examples=60, deadline=None)
@@ -66,7 +67,7 @@ def test_shuffled_deals_every_block_once(counts, seq_len, seed, epoch):
     assert 0 <= shift < seq_len
     assert epoch or shift == 0
     expected = {(s, at) for s, n in enumerate(counts) for at in range(shift, n - seq_len, seq_len)}
-    rows = order.rows(Position(epoch), 0, len(expected), seq_len)
+    rows = order.rows(Position(epoch), 0, len(expected), StepShape(seq_len, seq_len))
     assert len(rows.offsets) == len(expected)
     assert set(zip(rows.shards.tolist(), rows.offsets.tolist(), strict=True)) == expected
 
@@ -80,7 +81,7 @@ def test_shuffled_drops_an_epochs_last_partial_step():
 
 def test_shuffled_depends_on_seed_and_epoch_only():
     def offsets(seed, epoch):
-        return Shuffled([1000], seed).rows(Position(epoch), 0, 100, 8).offsets.tolist()
+        return Shuffled([1000], seed).rows(Position(epoch), 0, 100, StepShape(8, 8)).offsets.tolist()
 
     assert offsets(1, 0) == offsets(1, 0)
     assert offsets(1, 0) != offsets(2, 0)
@@ -94,11 +95,13 @@ def test_shuffled_order_is_the_documented_one():
     shift = int(draws[0]) % 8
     blocks = (100 - 1 - shift) // 8
     expected = shift + 8 * np.argsort(draws[1 : 1 + blocks])
-    assert Shuffled([100], 5).rows(Position(2), 0, blocks, 8).offsets.tolist() == expected.tolist()
+    assert Shuffled([100], 5).rows(Position(2), 0, blocks, StepShape(8, 8)).offsets.tolist() == expected.tolist()
 
 
 def test_bad_orders():
     with pytest.raises(ValueError, match=r"data\.order='random'"):
-        make_order("random", [10], 0)
+        make_order("random", [np.arange(10)], 0)
     with pytest.raises(ValueError, match="seed=-1"):
-        make_order("shuffled", [10], -1)
+        make_order("shuffled", [np.arange(10)], -1)
+    with pytest.raises(ValueError, match="needs model.document_start"):
+        make_order("documents", [np.arange(10)], 0)
