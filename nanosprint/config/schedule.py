@@ -189,7 +189,7 @@ class StageSchedule:
         if all(stage.loss == LossWeights() == (stage.loss_end or stage.loss) for stage in self._all()):
             return None
         start, end, stage = self.span(step, num_steps)
-        return stage.loss if stage.loss_end is None else stage.loss.toward(stage.loss_end, (step - start) / (end - start))
+        return stage.loss.toward(stage.loss_end or stage.loss, (step - start) / (end - start))
 
     def long_windows(self, step: int, num_steps: int) -> tuple[int, ...]:
         """The long windows up to `step`, in tokens; equal neighbours count once."""

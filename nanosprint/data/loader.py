@@ -287,10 +287,7 @@ class TokenLoader:
         ends = torch.empty((len(own), slots(own.shape[1], seq_len, *self._room)), dtype=torch.int32)
         if self._ring is not None:
             ends = ends.pin_memory()
-        longest = [
-            document_ends(rows, self._document_start, out)
-            for rows, out in zip(own, ends.numpy(), strict=True)
-        ]
+        longest = [document_ends(rows, self._document_start, out) for rows, out in zip(own, ends.numpy(), strict=True)]
         return ends, longest
 
     def _buffers(self, rows: tuple[int, int], seq_len: int) -> "tuple[Tensor, Tensor, _Slot | None]":

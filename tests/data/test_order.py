@@ -103,5 +103,5 @@ def test_bad_orders():
         make_order("random", [np.arange(10)], 0)
     with pytest.raises(ValueError, match="seed=-1"):
         make_order("shuffled", [np.arange(10)], -1)
-    with pytest.raises(ValueError, match="needs model.document_start"):
+    with pytest.raises(ValueError, match=r"needs model\.document_start"):
         make_order("documents", [np.arange(10)], 0)
