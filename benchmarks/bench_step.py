@@ -21,7 +21,7 @@ from nanosprint.config.edit import apply_overrides, parse_overrides
 from nanosprint.config.recipe import Execution
 from nanosprint.recipes import load_recipe
 from nanosprint.training import profile
-from nanosprint.training.batch import random_input
+from nanosprint.training.batch import ModelStage, random_input
 from nanosprint.training.distributed import World, pick_device
 from nanosprint.training.peak import peak
 from nanosprint.training.resolve import resolve
@@ -53,7 +53,7 @@ def measure(name: str, words: dict[str, str], steps: int, profile_steps: int) ->
         torch.cuda.reset_peak_memory_stats()
     plan = recipe.plan(recipe.train.num_steps // 2)
     rows = plan.batch_tokens // recipe.train.lanes // plan.seq_len * lanes
-    batch = random_input(recipe, rows, plan.seq_len, device, plan.step)
+    batch = random_input(recipe, plan, rows, device, ModelStage(state.model).enter(plan))
 
     def step() -> None:
         train_step(loss_sum, state.optimizers, [batch] * micro_batches, plan, recipe.train.grad_clip)

@@ -8,10 +8,10 @@ import torch
 from nanosprint.data.tokenizers import load_tokenizer, stream_text
 from nanosprint.errors import UserError
 from nanosprint.generate import generate
-from nanosprint.model.context import NO_CONTEXT, Context
 from nanosprint.model.gpt import GPT
 from nanosprint.results.runs import RunDir
 from nanosprint.training import checkpoint
+from nanosprint.training.batch import ModelStage, context_of
 from nanosprint.training.distributed import pick_device
 from nanosprint.training.request import RunRequest, load_request
 
@@ -56,7 +56,7 @@ def continue_text(
             ids = [tokenizer.bos, *ids]
         yield prompt
     recipe = request.recipe
-    windows = recipe.plan(recipe.train.num_steps - 1).windows
+    plan = recipe.eval_plan(recipe.train.num_steps)
     tokens = generate(
         model,
         ids,
@@ -65,6 +65,6 @@ def continue_text(
         temperature=temperature,
         top_k=top_k,
         seed=seed,
-        context=NO_CONTEXT if windows is None else Context(short=windows.short, long=windows.long),
+        context=context_of(None, plan, ModelStage(model).enter(plan)),
     )
     yield from stream_text(tokenizer, tokens)

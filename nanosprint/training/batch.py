@@ -1,16 +1,17 @@
 """From the loader's batches to what the model is called with."""
 
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from nanosprint.config.recipe import Recipe
-from nanosprint.config.schedule import Windows
+from nanosprint.config.schedule import LossWeights, StepPlan
 from nanosprint.data.documents import DocumentEnds, document_ends, slots
 from nanosprint.data.loader import Batch
-from nanosprint.model.context import Context
+from nanosprint.model.context import Context, LossTensors
+from nanosprint.model.gpt import GPT
 from nanosprint.ops.attention import Documents
 
 _LONG_DOCUMENT = 2048  # tokens; most batches of tens of thousands of tokens hold one longer than half of that
@@ -24,38 +25,88 @@ class ModelInput(NamedTuple):
     context: Context
 
 
-def model_inputs(batches: Iterable[Batch], windows: Windows | None) -> Iterator[ModelInput]:
-    """Each batch with the windows of the step and the ends of its documents, where the recipe has such."""
+class ModelStage:
+    """Brings a model to the stage of a step: what of it follows the schedule and yet is no argument of its call.
+
+    Today that is rotary's extension to the long windows so far. It is worked out anew whenever they change, from
+    the plan alone, so that neither resuming nor going back after warm-up needs to know what was before.
+    """
+
+    def __init__(self, model: GPT) -> None:
+        self._model = model
+        self._windows: tuple[int, ...] | None = None
+        self._scale: float | None = None
+
+    def enter(self, plan: StepPlan) -> float | None:
+        """Call it outside compiled code, before the step. The softmax scale from here on; None is the model's own."""
+        config = self._model.config
+        if config.rotary.yarn and plan.yarn != self._windows:
+            factor = cast(Any, self._model).set_windows(plan.yarn)
+            base = config.head_dim**-0.5 if config.attn_scale is None else config.attn_scale
+            self._windows, self._scale = plan.yarn, base * factor
+        return self._scale
+
+
+def model_inputs(batches: Iterable[Batch], plan: StepPlan, attn_scale: float | None = None) -> Iterator[ModelInput]:
+    """Each batch with what the plan has for it and the ends of its documents. attn_scale: of `ModelStage.enter`."""
+    loss: LossTensors | None = None
     for batch in batches:
-        yield ModelInput(batch.tokens, batch.targets, context_of(batch.documents, windows))
+        if loss is None and plan.loss is not None:
+            loss = loss_tensors(plan.loss, batch.tokens.device)
+        yield ModelInput(batch.tokens, batch.targets, context_of(batch.documents, plan, attn_scale, loss))
 
 
-def context_of(documents: DocumentEnds | None, windows: Windows | None) -> Context:
-    """A layer's view of them. The bound on documents' lengths is a round number: every new one is a new graph."""
+def context_of(
+    documents: DocumentEnds | None,
+    plan: StepPlan,
+    attn_scale: float | None = None,
+    loss: LossTensors | None = None,
+) -> Context:
+    """A layer's view of them. The bound on documents' lengths is a constant: every new one is a new graph.
+
+    It is the plan's, or else a round number.
+    """
     bounded = None
     if documents is not None:
-        bounded = Documents(documents.ends, max(_LONG_DOCUMENT, 1 << (documents.longest - 1).bit_length()))
+        rounded = max(_LONG_DOCUMENT, 1 << (documents.longest - 1).bit_length())
+        bounded = Documents(documents.ends, rounded if plan.max_document is None else plan.max_document)
     return Context(
         documents=bounded,
-        short=None if windows is None else windows.short,
-        long=None if windows is None else windows.long,
+        short=None if plan.windows is None else plan.windows.short,
+        long=None if plan.windows is None else plan.windows.long,
+        attn_scale=attn_scale,
+        loss=loss,
     )
 
 
-def random_input(recipe: Recipe, rows: int, seq_len: int, device: torch.device, step: int = 0) -> ModelInput:
-    """Random tokens in the shapes of a micro-batch of `rows` rows at `step`, the same at every call."""
+def loss_tensors(weights: LossWeights, device: torch.device) -> LossTensors:
+    """The weights where the model is: as tensors, so that one graph serves while they change. None waits for a copy."""
+    tokens = _on_device(torch.tensor(weights.tokens), device)
+    return LossTensors(tokens, _on_device(torch.tensor(weights.prefix), device) if weights.prefix else None)
+
+
+def _on_device(values: Tensor, device: torch.device) -> Tensor:
+    if device.type != "cuda":
+        return values.to(device)
+    return values.pin_memory().to(device, non_blocking=True)  # from other memory the host would wait for the device
+
+
+def random_input(
+    recipe: Recipe, plan: StepPlan, rows: int, device: torch.device, attn_scale: float | None = None
+) -> ModelInput:
+    """Random tokens in the shapes of a micro-batch of `rows` rows of `plan`, the same at every call."""
     generator = torch.Generator().manual_seed(0)  # its own, so that the run's random state is not touched
-    model = recipe.model
+    model, data, seq_len = recipe.model, recipe.data, plan.seq_len
     tokens = torch.randint(model.vocab_size, (rows, model.history + seq_len + 1), generator=generator)
     targets = tokens[:, model.history + 1 :].contiguous()
     documents = None
     if model.document_start is not None:
-        ends = torch.empty(slots(rows, seq_len, recipe.data.mean_document), dtype=torch.int32)
-        every = max(recipe.data.mean_document, 2)
+        ends = torch.empty(slots(rows, seq_len, data.mean_document, data.spare_documents), dtype=torch.int32)
+        every = max(data.mean_document, 2)
         tokens[tokens == model.document_start] = (model.document_start + 1) % model.vocab_size
         tokens[:, model.history :: every] = model.document_start
         own = tokens[:, model.history : -1].numpy()
-        longest = document_ends(own, model.document_start, recipe.data.mean_document, ends.numpy())
+        longest = document_ends(own, model.document_start, ends.numpy())
         documents = DocumentEnds(ends.to(device), longest)
-    context = context_of(documents, recipe.plan(step).windows)
-    return ModelInput(tokens[:, :-1].to(device, torch.int32), targets.to(device), context)
+    batch = Batch(tokens[:, :-1].to(device, torch.int32), targets.to(device), documents)
+    return next(model_inputs([batch], plan, attn_scale))

@@ -6,7 +6,7 @@ from nanosprint.config.recipe import Recipe
 from nanosprint.model.gpt import GPT
 from nanosprint.model.roles import collect_roles
 from nanosprint.optim.build import Optimizers
-from nanosprint.training.batch import random_input
+from nanosprint.training.batch import ModelStage, random_input
 
 
 def check_recipe(recipe: Recipe) -> str:
@@ -19,7 +19,8 @@ def check_recipe(recipe: Recipe) -> str:
     rows = plan.batch_tokens // recipe.train.lanes // plan.seq_len
     with torch.device("meta"):
         model = GPT(recipe.model)
-    model.loss_sum(*random_input(recipe, rows, plan.seq_len, torch.device("meta"))).backward()
+    attn_scale = ModelStage(model).enter(plan)
+    model.loss_sum(*random_input(recipe, plan, rows, torch.device("meta"), attn_scale)).backward()
     missing = [name for name, p in model.named_parameters() if p.grad is None]
     if missing:
         raise ValueError(f"recipe {recipe.name!r}: no gradient reaches {', '.join(missing)}")

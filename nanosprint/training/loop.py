@@ -18,7 +18,7 @@ from nanosprint.data.loader import validation_batches
 from nanosprint.errors import DivergedError, Interrupted, UserError
 from nanosprint.results.runs import RunDir
 from nanosprint.training import checkpoint, distributed
-from nanosprint.training.batch import model_inputs
+from nanosprint.training.batch import ModelStage, model_inputs
 from nanosprint.training.clock import Clock
 from nanosprint.training.energy import EnergyMeter
 from nanosprint.training.evaluate import Validation, evaluate
@@ -49,6 +49,7 @@ class Loop:
     ) -> None:
         self.run, self.run_dir, self.log, self.clock, self.peak, self.meter = run, run_dir, log, clock, peak, meter
         self.outcome = Outcome()
+        self.stage = ModelStage(run.state.model)
         self.pending: list[tuple[int, int, Tensor, int, Any]] = []  # step, tokens, loss sum, step's tokens, mark
         self.memory = PeakMemory(run.world.device)
         self.memory.resume()  # warm-up does not count
@@ -108,7 +109,7 @@ class Loop:
     def _train(self, data: Any) -> None:
         run, state = self.run, self.run.state
         plan = run.recipe.plan(state.step)
-        inputs = model_inputs(data.micro_batches, plan.windows)
+        inputs = model_inputs(data.micro_batches, plan, self.stage.enter(plan))
         loss = train_step(run.loss_sum, state.optimizers, inputs, plan, run.recipe.train.grad_clip)
         state.step += 1
         state.tokens += plan.batch_tokens
@@ -195,12 +196,12 @@ class Loop:
             history=run.recipe.model.history,
             document_start=run.recipe.model.document_start,
             mean_document=run.recipe.data.mean_document,
+            spare_documents=run.recipe.data.spare_documents,
             device=device,
         )
-        # Windows are those of the moment; after the last step, of that step.
-        windows = run.recipe.plan(min(state.step, run.recipe.train.num_steps - 1)).windows
+        plan = run.recipe.eval_plan(state.step)
         start = time.perf_counter()
-        self.outcome.val = evaluate(run.loss_sum, model_inputs(batches, windows), device)
+        self.outcome.val = evaluate(run.loss_sum, model_inputs(batches, plan, self.stage.enter(plan)), device)
         self.log.val(
             step=state.step,
             tokens=state.tokens,

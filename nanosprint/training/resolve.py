@@ -84,6 +84,7 @@ def _attention(execution: Execution, recipe: Recipe, world: World, dtype: torch.
             needs_documents=documents,
             needs_window=windows,
             window=None if plan.windows is None else plan.windows.long,
+            max_seq_len=plan.max_document,
         )
     return str(distributed.from_main(chosen))
 
@@ -105,7 +106,7 @@ def _lanes(execution: Execution, recipe: Recipe, world: World) -> int:
     mine = lanes // world.size
     choices = [k for k in range(1, mine + 1) if mine % k == 0]
     if execution.lanes_per_microbatch == "auto":
-        lane_tokens = max(recipe.plan(0).batch_tokens, recipe.train.batch_tokens) // lanes
+        lane_tokens = recipe.max_batch_tokens // lanes
         limit = _TOKENS_PER_MICROBATCH[world.device.type]
         return max([k for k in choices if k * lane_tokens <= limit], default=1)
     if execution.lanes_per_microbatch not in choices:

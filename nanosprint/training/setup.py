@@ -2,6 +2,7 @@
 
 import gc
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 
 from nanosprint.config.recipe import Execution, Recipe
+from nanosprint.config.schedule import StepPlan
 from nanosprint.data.datasets import ensure_dataset
 from nanosprint.data.loader import TokenLoader
 from nanosprint.data.shards import checksum, find_shards, open_shard
@@ -117,7 +119,7 @@ def build_state(recipe: Recipe, execution: Execution, seed: int, device: torch.d
         head_linear=_head_linear(recipe, execution, device),
     )
     model.init_weights(seed)
-    model.extend(max(recipe.eval.seq_len, recipe.model.seq_len))
+    model.extend(recipe.max_seq_len)
     model.to(device=device, dtype=wide)
     optimizers = Optimizers(dict(model.named_parameters()), collect_roles(model), recipe.groups, recipe.precision)
     return TrainState(model, optimizers)
@@ -146,30 +148,42 @@ def fit_to_budget(request: RunRequest, state: TrainState, loss_sum: LossSum, wor
     budget, recipe = request.budget, request.recipe
     assert budget is not None
     if budget.unit == "tokens":
-        steps = int(budget.amount / recipe.train.batch_tokens)
+        steps = int(budget.amount * recipe.train.num_steps / recipe.tokens)
     else:
         endless = replace(recipe, data=replace(recipe.data, epochs=float("inf")))
         most = min(_CALIBRATION_STEPS, recipe.train.num_steps)
-        with open_loader(replace(request, recipe=endless), data, world, num_steps=most) as loader:
-            ms = measure_step_ms(state, loss_sum, recipe, loader, lambda: _synchronize(world.device))
-        steps = int(budget.amount * 1000 / distributed.from_main(ms))
+        plan = recipe.plan(recipe.train.num_steps // 2)
+        relative = recipe.tokens / recipe.train.num_steps / plan.batch_tokens  # a step on average, against this one
+        unlimited = replace(request, recipe=endless)
+        with open_loader(unlimited, data, world, num_steps=most, plan=lambda _: plan) as loader:
+            ms = measure_step_ms(state, loss_sum, recipe, plan, loader, lambda: _synchronize(world.device))
+        steps = int(budget.amount * 1000 / (distributed.from_main(ms) * relative))
     if steps < 1:
         raise UserError(
-            f"--budget {_show(budget)} is less than one step of {recipe.train.batch_tokens} tokens: "
+            f"--budget {_show(budget)} is less than one step of up to {recipe.train.batch_tokens} tokens: "
             "raise it or lower train.batch_tokens"
         )
     return replace(request, recipe=recipe.with_num_steps(steps).validate(), budget=None)
 
 
 def open_loader(
-    request: RunRequest, data: Data, world: World, *, num_steps: int, state: dict[str, Any] | None = None
+    request: RunRequest,
+    data: Data,
+    world: World,
+    *,
+    num_steps: int,
+    state: dict[str, Any] | None = None,
+    plan: Callable[[int], StepPlan] | None = None,
 ) -> TokenLoader:
-    """The loader of this process's part of steps up to `num_steps`, from the reader's `state` or the start."""
+    """The loader of this process's part of steps up to `num_steps`, from the reader's `state` or the start.
+
+    plan: the shapes of steps; None: the recipe's.
+    """
     recipe, lanes = request.recipe, request.execution.lanes_per_microbatch
     assert isinstance(lanes, int)
     return TokenLoader(
         data.train,
-        recipe.plan,
+        plan or recipe.plan,
         num_steps=num_steps,
         lanes=recipe.train.lanes,
         lanes_per_microbatch=lanes,
@@ -181,6 +195,7 @@ def open_loader(
         history=recipe.model.history,
         document_start=recipe.model.document_start,
         mean_document=recipe.data.mean_document,
+        spare_documents=recipe.data.spare_documents,
         vocab_size=recipe.model.vocab_size,
         device=world.device,
         state=state,

@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterable
 import torch
 
 from nanosprint.config.recipe import Recipe
+from nanosprint.config.schedule import StepPlan
 from nanosprint.data.loader import StepData
 from nanosprint.training import distributed
-from nanosprint.training.batch import model_inputs, random_input
+from nanosprint.training.batch import ModelStage, model_inputs, random_input
 from nanosprint.training.state import TrainState, copied
 from nanosprint.training.step import LossSum, train_step
 
@@ -26,58 +27,62 @@ def warm_up(
     """Train and validate on random tokens once, or once for every graph of a compiled run, then restore `state`."""
     saved = copied(state.capture())
     rows = recipe.eval.batch_tokens // recipe.eval.seq_len
-    last = recipe.train.num_steps - 1
+    num_steps, stage = recipe.train.num_steps, ModelStage(state.model)
+    training = new_graphs(recipe.plan(step) for step in (range(num_steps) if compiled else [0]))
+    validation = new_graphs(recipe.eval_plan(step) for step in (validation_steps(recipe) if compiled else [num_steps]))
     try:
-        for step in new_graphs(recipe, range(last + 1) if compiled else [0]):
-            state.step = step
-            _random_step(state, loss_sum, recipe, lanes, micro_batches)
+        for plan in training:
+            state.step = plan.step
+            _random_step(state, loss_sum, recipe, plan, stage.enter(plan), lanes, micro_batches)
         with torch.no_grad():
-            for step in new_graphs(recipe, validation_steps(recipe) if compiled else [last]):
-                loss_sum(*random_input(recipe, rows, recipe.eval.seq_len, state.model.embed.weight.device, step))
+            for plan in validation:
+                device = state.model.embed.weight.device
+                loss_sum(*random_input(recipe, plan, rows, device, stage.enter(plan)))
     finally:
         state.restore(saved)
 
 
-def new_graphs(recipe: Recipe, steps: Iterable[int]) -> list[int]:
-    """Those of `steps` at which shapes or windows are new, so that a compiled model needs another graph."""
+def new_graphs(plans: Iterable[StepPlan]) -> list[StepPlan]:
+    """Those of `plans` that bring a new shape or constant, so that a compiled model needs another graph."""
     seen: set[tuple[object, ...]] = set()
     first = []
-    for step in steps:
-        plan = recipe.plan(step)
-        key = (plan.batch_tokens, plan.seq_len, plan.windows)
+    for plan in plans:
+        loss = None if plan.loss is None else (len(plan.loss.tokens), plan.loss.prefix > 0)
+        key = (plan.batch_tokens, plan.seq_len, plan.max_document, plan.windows, plan.yarn, loss)
         if key not in seen:
             seen.add(key)
-            first.append(step)
+            first.append(plan)
     return first
 
 
 def validation_steps(recipe: Recipe) -> list[int]:
-    """The steps whose windows validation uses; after the last step, those of that step."""
-    every, last = recipe.eval.every, recipe.train.num_steps - 1
-    between = range(every, last, every) if every else ()
-    return [*([0] if recipe.eval.at_start else []), *between, last]
+    """How many steps are done each time the run validates."""
+    every, num_steps = recipe.eval.every, recipe.train.num_steps
+    between = range(every, num_steps, every) if every else ()
+    return [*([0] if recipe.eval.at_start else []), *between, num_steps]
 
 
 def measure_step_ms(
     state: TrainState,
     loss_sum: LossSum,
     recipe: Recipe,
+    plan: StepPlan,
     data: Iterable[StepData],
     synchronize: Synchronize,
     *,
     seconds: float = 2.0,
 ) -> float:
-    """Median milliseconds of a step, over as many steps of `data` as fit into `seconds`, but 5 at least.
+    """Median milliseconds of a step like `plan`, over as many steps of `data` as fit into `seconds`, but 5 at least.
 
-    Real tokens, because what a look-up costs depends on them; windows and rates are those of the middle of the run.
-    `state` is restored afterwards. Every process must call it; their answers differ by the noise of their clocks.
+    Real tokens, because what a look-up costs depends on them. `state` is restored afterwards. Every process must call
+    it; their answers differ by the noise of their clocks.
     """
-    saved, plan = copied(state.capture()), recipe.plan(recipe.train.num_steps // 2)
+    saved, attn_scale = copied(state.capture()), ModelStage(state.model).enter(plan)
     times: list[float] = []
     for step in data:
         synchronize()
         start = time.perf_counter()
-        inputs = model_inputs(step.micro_batches, plan.windows)
+        inputs = model_inputs(step.micro_batches, plan, attn_scale)
         train_step(loss_sum, state.optimizers, inputs, plan, recipe.train.grad_clip)
         synchronize()
         times.append(time.perf_counter() - start)
@@ -87,9 +92,16 @@ def measure_step_ms(
     return 1000 * statistics.median(times)
 
 
-def _random_step(state: TrainState, loss_sum: LossSum, recipe: Recipe, lanes: int, micro_batches: int) -> None:
-    plan = recipe.plan(state.step)
+def _random_step(
+    state: TrainState,
+    loss_sum: LossSum,
+    recipe: Recipe,
+    plan: StepPlan,
+    attn_scale: float | None,
+    lanes: int,
+    micro_batches: int,
+) -> None:
     rows = plan.batch_tokens // recipe.train.lanes // plan.seq_len * lanes
     device = state.model.embed.weight.device
-    batches = (random_input(recipe, rows, plan.seq_len, device, state.step) for _ in range(micro_batches))
+    batches = (random_input(recipe, plan, rows, device, attn_scale) for _ in range(micro_batches))
     train_step(loss_sum, state.optimizers, batches, plan, recipe.train.grad_clip)

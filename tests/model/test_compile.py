@@ -23,7 +23,7 @@ def test_one_graph_and_the_same_numbers(name):
     with torch.no_grad():  # zeros would hide differences
         for i, p in enumerate(model.parameters()):
             p.add_(0.05 * torch.randn(p.shape, generator=torch.Generator().manual_seed(i)))
-    arguments = random_input(recipe, 2, recipe.model.seq_len, torch.device("cpu"))
+    arguments = random_input(recipe, recipe.plan(0), 2, torch.device("cpu"))
     graphs = []
 
     def count(graph_module, inputs):
