@@ -4,13 +4,16 @@ On a CPU the eager model runs hand-written backward passes where the compiled on
 holds the two against each other.
 """
 
+from functools import partial
+
 import pytest
 import torch
 
 from nanosprint.config import Execution
 from nanosprint.recipes import load_recipe
 from nanosprint.training.batch import random_input
-from nanosprint.training.setup import build_state
+from nanosprint.training.setup import build_state, compiled
+from nanosprint.training.warmup import new_graphs
 from tests.recipes.test_ladder import LADDER, PACKED, SMALL
 
 
@@ -44,3 +47,36 @@ def test_one_graph_and_the_same_numbers(name):
     for n, expected in gradients[0].items():
         scale = float(expected.abs().max()) + 1e-12
         torch.testing.assert_close(gradients[1][n] / scale, expected / scale, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(("attention", "graphs_expected"), [("reference", 1), ("sdpa", 3)])
+def test_windows_are_arguments_or_constants_of_the_graph(attention, graphs_expected, monkeypatch):
+    """Three steps whose windows and documents differ; the numbers are those of the eager model with ints."""
+    recipe = load_recipe("sub3", {**SMALL, **PACKED})
+    execution = Execution(device="cpu", compute="fp32", attention=attention, compile="default", fp8="off")
+    model = build_state(recipe, execution, 0, torch.device("cpu")).model
+    graphs = []
+
+    def count(graph_module, inputs):
+        graphs.append(graph_module)
+        return graph_module
+
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=count))
+    loss_sum = compiled(model, execution)
+    for i, (short, long) in enumerate(((2, 4), (4, 8), (8, 200))):
+        tokens, targets, context = random_input(recipe, recipe.plan(0), 2, torch.device("cpu"))
+        ends = context.documents.cu_seqlens
+        documents = context.documents._replace(cu_seqlens=torch.where(ends % 128 < 64 * i, ends - ends % 128, ends))
+        context = context._replace(short=short, long=long, documents=documents._replace(max_seq_len=4 + 64 * i))
+        with torch.no_grad():
+            torch.testing.assert_close(loss_sum(tokens, targets, context), model.loss_sum(tokens, targets, context))
+    assert len(graphs) == graphs_expected
+
+
+def test_graphs_to_warm_up():
+    for name, windows in (("longwindow", 27), ("sub3", 14)):
+        recipe = load_recipe(name)
+        plans = [recipe.plan(step) for step in range(recipe.train.num_steps)]
+        assert len(new_graphs(plans, bakes_limits=True)) == windows
+        assert new_graphs(plans, bakes_limits=False) == plans[:1]
