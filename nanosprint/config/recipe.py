@@ -396,6 +396,7 @@ class Execution:
     fp8: Literal["auto", "off"] = "auto"  # "off" does in bf16 what the recipe has in FP8
     threads: int = 0  # CPU threads per process; 0 leaves torch's choice
     allocator: Literal["auto", "default", "expandable"] = "auto"
+    activation_budget: float | Literal["auto"] = "auto"  # share kept for the backward pass; the rest is computed again
     memory_gb: float | None = None  # 10^9 bytes of GPU memory a process may take: to try what a smaller card can do
 
 

@@ -236,6 +236,8 @@ class _Session:
         words += [f"compile {execution.compile}", f"{execution.lanes_per_microbatch} lanes a micro-batch"]
         if execution.parts_per_microbatch != 1:
             words.append(f"in {execution.parts_per_microbatch} parts")
+        if execution.activation_budget != 1:
+            words.append(f"{execution.activation_budget:.0%} of the activations kept")
         return ", ".join(words)
 
     def _meter(self) -> EnergyMeter:

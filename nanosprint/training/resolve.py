@@ -29,6 +29,7 @@ def resolve(execution: Execution, recipe: Recipe, world: World) -> Execution:
         "compute": compute,
         "attention": _attention(execution, recipe, world, DTYPES[compute]),
         "compile": _compile(execution, recipe, device),
+        "activation_budget": _activation_budget(execution),
         "lanes_per_microbatch": lanes,
         "parts_per_microbatch": _parts(execution, recipe, lanes),
         "threads": torch.get_num_threads(),
@@ -99,6 +100,15 @@ def _compile(execution: Execution, recipe: Recipe, device: torch.device) -> str:
         return "off"  # sparse gradients do not pass through the compiler
     # On a CPU compilation takes longer than the runs one would do there, and needs a C++ compiler.
     return "default" if device.type == "cuda" else "off"
+
+
+def _activation_budget(execution: Execution) -> float:
+    budget = 1.0 if execution.activation_budget == "auto" else execution.activation_budget
+    if not 0 <= budget <= 1:
+        raise UserError(f"exec.activation_budget={budget:g} must lie between 0 (keep next to nothing) and 1 (keep all)")
+    if budget < 1 and execution.compile == "off":
+        raise UserError(f"exec.activation_budget={budget:g} needs the compiler: leave exec.compile=off out")
+    return budget
 
 
 def _lanes(execution: Execution, recipe: Recipe, world: World) -> int:

@@ -34,6 +34,7 @@ from nanosprint.training.step import LossSum
 from nanosprint.training.warmup import measure_step_ms, warm_up
 
 _log = logging.getLogger(__name__)
+_BUDGETS = (0.5, 0.25, 0.1)  # shares of the activations to try where memory is short: each costs a compilation
 _CALIBRATION_STEPS = 100  # at most, to find out how long a step takes
 
 
@@ -161,10 +162,20 @@ def compiled(model: GPT, execution: Execution) -> LossSum:
     if execution.compile == "off":
         return model.loss_sum
     torch._dynamo.config.recompile_limit = 64
+    _keep_activations(execution)
     mode = None if execution.compile == "default" else execution.compile
     graphs = torch.compile(model.loss_sum, dynamic=False, fullgraph=True, mode=mode)
     convert = Context.with_ints if BACKENDS[execution.attention].bakes_limits else Context.with_data
     return lambda tokens, targets, context=NO_CONTEXT: graphs(tokens, targets, convert(context))
+
+
+def _keep_activations(execution: Execution) -> None:
+    """Tell the compiler how much to keep for the backward pass, of what it would keep; it is read at each compilation.
+
+    What costs the least to compute again is left out first (torch's memory budget; Chen et al. 2016,
+    arXiv:1604.06174, for the idea).
+    """
+    torch._functorch.config.activation_memory_budget = float(execution.activation_budget)
 
 
 def fit_to_budget(request: RunRequest, state: TrainState, loss_sum: LossSum, world: World, data: Data) -> RunRequest:
@@ -251,15 +262,22 @@ def _warm_up_within_memory(
             if smaller is None or world.size > 1:
                 raise out_of_memory(request, error) from error
         # Here, where the error no longer holds on to the tensors of its frames.
-        lanes, parts = smaller.lanes_per_microbatch, smaller.parts_per_microbatch
-        _log.warning("a micro-batch does not fit into memory: trying %d lanes in %d parts", lanes, parts)
+        lanes, parts, budget = smaller.lanes_per_microbatch, smaller.parts_per_microbatch, smaller.activation_budget
+        message = "a micro-batch does not fit into memory: trying %d lanes in %d parts, %g of the activations kept"
+        _log.warning(message, lanes, parts, budget)
+        if budget != execution.activation_budget:
+            torch._dynamo.reset()
+            _keep_activations(smaller)
         request = replace(request, execution=smaller)
         gc.collect()
         torch.cuda.empty_cache()
 
 
 def _smaller(recipe: Recipe, execution: Execution, wanted: Execution) -> Execution | None:
-    """With the next smaller micro-batch: fewer lanes, then parts of a lane; None where `wanted` leaves us no choice."""
+    """The next that takes less memory: fewer lanes, then parts of a lane, then fewer activations kept.
+
+    None where that is not enough, or `wanted` leaves us no choice.
+    """
     lanes, parts = (_resolved(n) for n in (execution.lanes_per_microbatch, execution.parts_per_microbatch))
     fewer = [k for k in range(1, lanes) if lanes % k == 0 and (parts == 1 or parts in part_choices(recipe, k))]
     if wanted.lanes_per_microbatch == "auto" and fewer:
@@ -267,16 +285,21 @@ def _smaller(recipe: Recipe, execution: Execution, wanted: Execution) -> Executi
     more = [k for k in part_choices(recipe, lanes) if k > parts]
     if wanted.parts_per_microbatch == "auto" and more:
         return replace(execution, parts_per_microbatch=more[0])
+    less = [share for share in _BUDGETS if share < float(execution.activation_budget)]
+    if wanted.activation_budget == "auto" and less and execution.compile != "off":
+        return replace(execution, activation_budget=less[0])
     return None
 
 
 def out_of_memory(request: RunRequest, error: BaseException) -> UserError:
     """The error that says which settings to lower."""
     lanes, parts = request.execution.lanes_per_microbatch, request.execution.parts_per_microbatch
+    budget = request.execution.activation_budget
     return UserError(
         f"out of GPU memory: lower exec.lanes_per_microbatch (now {lanes}) or eval.batch_tokens "
         f"(now {request.recipe.eval.batch_tokens}); with one lane of several rows, raise exec.parts_per_microbatch "
-        f"(now {parts}), with one of a single row raise train.lanes or lower train.batch_tokens. "
+        f"(now {parts}), with one of a single row lower exec.activation_budget (now {budget}), raise train.lanes or "
+        "lower train.batch_tokens. "
         f"({str(error).splitlines()[0]})"
     )
 

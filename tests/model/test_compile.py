@@ -53,7 +53,9 @@ def test_one_graph_and_the_same_numbers(name):
 def test_windows_are_arguments_or_constants_of_the_graph(attention, graphs_expected, monkeypatch):
     """Three steps whose windows and documents differ; the numbers are those of the eager model with ints."""
     recipe = load_recipe("sub3", {**SMALL, **PACKED})
-    execution = Execution(device="cpu", compute="fp32", attention=attention, compile="default", fp8="off")
+    execution = Execution(
+        device="cpu", compute="fp32", attention=attention, compile="default", fp8="off", activation_budget=1.0
+    )
     model = build_state(recipe, execution, 0, torch.device("cpu")).model
     graphs = []
 
@@ -80,3 +82,29 @@ def test_graphs_to_warm_up():
         plans = [recipe.plan(step) for step in range(recipe.train.num_steps)]
         assert len(new_graphs(plans, bakes_limits=True)) == windows
         assert new_graphs(plans, bakes_limits=False) == plans[:1]
+
+
+@torch._functorch.config.patch(activation_memory_budget=1.0)  # what is set within is put back
+@pytest.mark.parametrize("name", ["gpt2", "sub3"])
+def test_fewer_activations_kept_are_the_same_gradients(name, monkeypatch):
+    recipe = load_recipe(name, {**SMALL, **(PACKED if name == "sub3" else {})})
+    kept, gradients = {}, {}
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager_decomp_partition"))
+    for budget in (1.0, 0.1):
+        execution = Execution(
+            device="cpu", compute="fp32", attention="reference", compile="default", fp8="off", activation_budget=budget
+        )
+        model = build_state(recipe, execution, 0, torch.device("cpu")).model
+        with torch.no_grad():
+            for i, p in enumerate(model.parameters()):
+                p.add_(0.05 * torch.randn(p.shape, generator=torch.Generator().manual_seed(i)))
+        torch._dynamo.reset()
+        loss_sum = compiled(model, execution)
+        loss = loss_sum(*random_input(recipe, recipe.plan(0), 2, torch.device("cpu")))
+        known = {p.data_ptr() for p in model.parameters()}
+        saved = [t for t in loss.grad_fn.saved_tensors if t.data_ptr() not in known]
+        kept[budget] = sum(t.numel() * t.element_size() for t in saved)
+        loss.backward()
+        gradients[budget] = [p.grad for p in model.parameters()]
+    assert kept[0.1] < 0.6 * kept[1.0], kept
+    torch.testing.assert_close(gradients[0.1], gradients[1.0], rtol=1e-4, atol=1e-5)

@@ -7,10 +7,12 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 import torch
 
+from nanosprint.config import Execution
 from nanosprint.errors import DivergedError, Interrupted
 from nanosprint.recipes import load_recipe
 from nanosprint.results.record import RunRecord, check_metrics
@@ -300,6 +302,31 @@ def test_parts_must_divide_the_rows(train_tiny):
         ValueError, match=r"parts_per_microbatch=3 does not divide .* 4 lanes: use one of \[1, 2, 4, 8, 16"
     ):
         train_tiny("run", execution={"device": "cpu", "parts_per_microbatch": 3})
+
+
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        ({"activation_budget": 1.5}, r"exec.activation_budget=1.5 must lie between 0 .* and 1"),
+        ({"activation_budget": 0.5, "compile": "off"}, "needs the compiler"),
+    ],
+)
+def test_impossible_activation_budgets(train_tiny, choice, message):
+    with pytest.raises(ValueError, match=message):
+        train_tiny("run", execution={"device": "cpu", **choice})
+
+
+def test_after_single_rows_fewer_activations_are_kept():
+    from nanosprint.training.setup import _smaller
+
+    recipe, wanted = load_recipe("tiny"), Execution()
+    execution = Execution(lanes_per_microbatch=2, parts_per_microbatch=1, activation_budget=1.0, compile="default")
+    seen = []
+    while (smaller := _smaller(recipe, execution, wanted)) is not None:
+        execution = smaller
+        seen.append((execution.lanes_per_microbatch, execution.parts_per_microbatch, execution.activation_budget))
+    assert seen == [(1, 1, 1.0), (1, 2, 1.0), (1, 4, 1.0), (1, 4, 0.5), (1, 4, 0.25), (1, 4, 0.1)]
+    assert _smaller(recipe, replace(execution, compile="off", activation_budget=1.0), wanted) is None
 
 
 def test_a_cap_needs_memory_to_cap(train_tiny):
