@@ -197,7 +197,7 @@ def fit_to_budget(request: RunRequest, state: TrainState, loss_sum: LossSum, wor
         steps = int(budget.amount * 1000 / (distributed.from_main(ms) * relative))
     if steps < 1:
         raise UserError(
-            f"--budget {_show(budget)} is less than one step of up to {recipe.train.batch_tokens} tokens: "
+            f"--budget {_show(budget)} is less than one step of {recipe.train.batch_tokens} tokens: "
             "raise it or lower train.batch_tokens"
         )
     return replace(request, recipe=recipe.with_num_steps(steps).validate(), budget=None)

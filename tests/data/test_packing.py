@@ -138,6 +138,22 @@ def test_the_size_of_a_chunk_changes_nothing(shards, monkeypatch):
     assert [data.state_after for data in read(shards, SHAPES)] == piecewise
 
 
+def test_a_partial_index_packs_as_the_full_one(monkeypatch):
+    """Also where the last start that is known belongs to a document whose end is not."""
+    monkeypatch.setattr(packing, "_CHUNK", 5)
+    for seed in range(300):
+        rng = np.random.default_rng(seed)
+        tokens = np.array(text(rng, rng.geometric(0.15, 60)))
+        full, partial = DocumentStarts(tokens, START), DocumentStarts(tokens, START)
+        full.scan(len(tokens))
+        found, expected = (pack(starts, 0, 3, 17, 12) for starts in (partial, full))
+        assert not partial.complete
+        assert (found.offsets.tolist(), found.lengths.tolist()) == (
+            expected.offsets.tolist(),
+            expected.lengths.tolist(),
+        )
+
+
 def one_step(write, tokens, seq_len, longest, lanes=1, **options):
     (data,) = read([write("a_train_000001.bin", tokens)], [(seq_len, longest)], lanes=lanes, **options)
     return data
