@@ -9,7 +9,7 @@ Words KEY=VALUE after the command are overrides of every rung. A finished run is
 started any more. "full" trains the rung's whole schedule shrunk to --steps, so that its windows are those of a real
 run on average. In "worth" a step is 65,536 tokens, of 8 lanes, whatever the recipe has; schedules shrink in proportion
 to the budget, rates stay. Rungs whose row is a whole lane get rows of 8,192 tokens, and sub3 is validated on four
-times as many, as in record #21.
+times as many, as in record #21. Stages shrink with the batch: 65,536 is their largest.
 """
 
 import argparse
@@ -27,6 +27,7 @@ SMALL_BATCH = {"train.batch_tokens": "65536"}
 WORTH = {
     "longwindow": {"model.seq_len": "8192"},
     "sub3": {"model.seq_len": "8192", "eval.seq_len": "32768", "eval.batch_tokens": "65536"},
+    "normuon": {"model.seq_len": "8192", "eval.seq_len": "32768", "eval.batch_tokens": "65536"},
 }
 
 

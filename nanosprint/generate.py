@@ -1,5 +1,6 @@
-"""Text from a trained model, token by token, with keys and values cached."""
+"""Text from a trained model, token by token, with keys and values cached where the model's techniques allow it."""
 
+import logging
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -8,6 +9,8 @@ from torch import Tensor
 from nanosprint.errors import UserError
 from nanosprint.model.context import NO_CONTEXT, Context
 from nanosprint.model.gpt import GPT
+
+_log = logging.getLogger(__name__)
 
 
 @torch.no_grad()
@@ -35,16 +38,18 @@ def generate(
     capacity, history = model.config.seq_len, model.config.history
     ids = [0] * history + list(prompt)  # zeros are what the loader puts before a text's first token, too
     unread, held = min(len(prompt), capacity), 0  # tokens that the caches still have to take, and that they hold
-    caches = model.new_caches(1, capacity)
+    caches = model.new_caches(1, capacity) if model.config.steps_with_cache else None
+    if caches is None:
+        _log.info("the model's techniques look across tokens: the whole context is read anew for every token")
     for _ in range(num_tokens):
         logits = model(torch.tensor([ids[-history - unread :]], device=device), context, caches)[0, -1]
         token = draw(logits[:vocab_size], temperature, top_k, generator)
         yield token
         ids.append(token)
-        held += unread
-        unread = 1
+        held = unread if caches is None else held + unread
+        unread = unread + 1 if caches is None else 1
         if held == capacity:
-            caches = model.new_caches(1, capacity)
+            caches = None if caches is None else model.new_caches(1, capacity)
             unread, held = max(1, capacity // 2), 0
 
 

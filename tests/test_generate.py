@@ -17,7 +17,10 @@ def model_of(*overrides):
     return model
 
 
-@pytest.mark.parametrize("overrides", [(), ('model.ngrams={"orders": [2, 3]}',)])
+NO_CACHE = 'model.bigram={"rows": 50}', 'model.output=[{"source": "x"}, {"source": "bigram"}]'
+
+
+@pytest.mark.parametrize("overrides", [(), ('model.ngrams={"orders": [2, 3]}',), NO_CACHE])
 def test_greedy_is_the_argmax_of_the_whole_forward_pass(overrides):
     model = model_of(*overrides)
     history = model.config.history
@@ -29,7 +32,7 @@ def test_greedy_is_the_argmax_of_the_whole_forward_pass(overrides):
     assert list(generate(model, [5, 9, 200], 20, vocab_size=257, temperature=0)) == expected
 
 
-@pytest.mark.parametrize("overrides", [(), ('model.ngrams={"orders": [2, 3]}',)])
+@pytest.mark.parametrize("overrides", [(), ('model.ngrams={"orders": [2, 3]}',), NO_CACHE])
 def test_a_full_context_drops_its_older_half(overrides):
     model = model_of(*overrides)
     history, context = model.config.history, 32
@@ -40,6 +43,14 @@ def test_a_full_context_drops_its_older_half(overrides):
         if len(ids) - 1 - start == context:  # the window was full when the last token was read
             start = len(ids) - context // 2
     assert list(generate(model, [1, 2], 70, vocab_size=257, temperature=0)) == expected
+
+
+def test_without_a_cache_it_says_so_once(caplog):
+    caplog.set_level("INFO", "nanosprint")
+    list(generate(model_of(*NO_CACHE), [1], 3, vocab_size=257))
+    assert [record.getMessage() for record in caplog.records].count(
+        "the model's techniques look across tokens: the whole context is read anew for every token"
+    ) == 1
 
 
 def test_a_long_prompt_is_cut_to_the_context():

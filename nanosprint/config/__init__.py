@@ -11,7 +11,6 @@ from nanosprint.config.model import (
     ModelConfig,
     NgramSpec,
     RotarySpec,
-    Skip,
     SmearSpec,
     SoftcapSpec,
 )
@@ -70,7 +69,6 @@ __all__ = [
     "RowAdagradConfig",
     "Scalar",
     "Schedule",
-    "Skip",
     "SmearSpec",
     "SoapConfig",
     "SoftcapSpec",

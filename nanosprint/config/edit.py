@@ -9,9 +9,11 @@ import json
 import types
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass, replace
+from itertools import zip_longest
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 KIND = "kind"  # names the class of a value where several could stand
+_TERM = {"source", "weight"}  # the fields of a `Term`
 
 
 def to_dict(config: Any, hashed_only: bool = False) -> Any:
@@ -20,20 +22,28 @@ def to_dict(config: Any, hashed_only: bool = False) -> Any:
     `hashed_only` leaves out fields marked hashed=False and those at their default, so that a switch added later does
     not change the hash of what came before it.
     """
-    if is_dataclass(config) and not isinstance(config, type):
-        hints = get_type_hints(type(config))
-        out: dict[str, Any] = {}
-        for f in fields(config):
-            value = getattr(config, f.name)
-            if hashed_only and (not f.metadata.get("hashed", True) or value == f.default):
+    return _plain(config, type(config), hashed_only)
+
+
+def _plain(value: Any, hint: Any, hashed_only: bool) -> Any:
+    """`to_dict` of a value whose type is declared as `hint`, which tells whether its class must be named."""
+    if is_dataclass(value) and not isinstance(value, type):
+        hints = get_type_hints(type(value))
+        out = {KIND: type(value).__name__} if names_class(hint) else {}
+        for f in fields(value):
+            item = getattr(value, f.name)
+            if hashed_only and (not f.metadata.get("hashed", True) or item == f.default):
                 continue
-            out[f.name] = to_dict(value, hashed_only)
-            if is_dataclass(value) and len(_classes_in(hints[f.name])) > 1:
-                out[f.name] = {KIND: type(value).__name__, **out[f.name]}
+            out[f.name] = _plain(item, hints[f.name], hashed_only)
         return out
-    if isinstance(config, tuple | list):
-        return [to_dict(value, hashed_only) for value in config]
-    return config
+    if isinstance(value, tuple | list):
+        return [_plain(item, item_hint(hint, i), hashed_only) for i, item in enumerate(value)]
+    return value
+
+
+def names_class(hint: Any) -> bool:
+    """Whether values of several classes can stand where `hint` is declared, so that JSON must say which."""
+    return len(_classes_in(hint)) > 1
 
 
 def from_dict(cls: Any, data: Any, path: str = "") -> Any:
@@ -64,16 +74,21 @@ def apply_overrides(config: Any, overrides: Mapping[str, Any]) -> Any:
 def diff(old: Any, new: Any, path: str = "") -> list[tuple[str, Any, Any]]:
     """Every dotted key at which two `to_dict` trees differ, with both values; a missing side is None.
 
-    Lists of groups are compared by role, other lists of equal length item by item.
+    Lists of groups are compared by role, lists of objects and other lists of equal length item by item. Sums of
+    sources, and values of different classes, are compared as a whole.
     """
+    if old == new:
+        return []
+    if _is_sum(old) or _is_sum(new):
+        return [(path, old, new)]
     if _has_roles(old) and _has_roles(new):
         old, new = ({item["role"]: item for item in side} for side in (old, new))
-    if isinstance(old, dict) and isinstance(new, dict):
+    if isinstance(old, dict) and isinstance(new, dict) and old.get(KIND) == new.get(KIND):
         keys = list(old) + [k for k in new if k not in old]
         return [row for k in keys for row in diff(old.get(k), new.get(k), f"{path}.{k}" if path else str(k))]
-    if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
-        return [row for i, (a, b) in enumerate(zip(old, new, strict=True)) for row in diff(a, b, f"{path}.{i}")]
-    return [] if old == new else [(path, old, new)]
+    if isinstance(old, list) and isinstance(new, list) and (len(old) == len(new) or _are_objects(old + new)):
+        return [row for i, (a, b) in enumerate(zip_longest(old, new)) for row in diff(a, b, f"{path}.{i}")]
+    return [(path, old, new)]
 
 
 def diff_lines(old: Any, new: Any) -> list[str]:
@@ -81,12 +96,49 @@ def diff_lines(old: Any, new: Any) -> list[str]:
     places: dict[tuple[str, str, str], list[int]] = {}
     for path, before, after in diff(old, new):
         head, index, tail = _split_index(path)
-        places.setdefault((head + "{}" + tail, json.dumps(before), json.dumps(after)), []).append(index)
+        places.setdefault((head + "{}" + tail, _text(before), _text(after)), []).append(index)
     return [f"{key.format(_spans(indices))}: {before} -> {after}" for (key, before, after), indices in places.items()]
 
 
 def _has_roles(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(v, dict) and "role" in v for v in value)
+
+
+def _are_objects(values: list[Any]) -> bool:
+    return all(isinstance(v, dict) for v in values)
+
+
+def _is_sum(value: Any) -> bool:
+    """Whether a plain value is a tuple of `Term`."""
+    return isinstance(value, list) and bool(value) and _are_objects(value) and all(v.keys() <= _TERM for v in value)
+
+
+def _text(value: Any) -> str:
+    """JSON, but sums as formulas."""
+    return " + ".join(map(_product_text, value)) if _is_sum(value) else json.dumps(value)
+
+
+def _product_text(term: dict[str, Any]) -> str:
+    """ "skip[1.0]*down5": a learned number of role skip that starts at 1, times a source."""
+    weight = _weight_text(term.get("weight", {}))
+    return f"{weight}*{term['source']}" if weight else str(term["source"])
+
+
+def _weight_text(weight: dict[str, Any]) -> str:
+    kind = weight.get(KIND, "Fixed")
+    if kind == "Fixed":
+        return "" if weight.get("value", 1) == 1 else f"{weight['value']:.6g}"
+    if kind == "Product":
+        return "*".join(filter(None, map(_weight_text, weight["factors"])))
+    if kind == "Gate":
+        reads = ", ".join(f"{read['source']}:{read['dims']}" for read in weight["reads"])
+        return f"{weight.get('scale', 1)}*gate.{weight['role']}({reads})"
+    start = f"[{weight.get('init', 0):.6g}]"
+    if kind == "Column":
+        width = weight.get("width")
+        return f"net.{weight['net']}{start}" + (f"x{width}" if width else "")
+    number = f"{weight['role']}{start}"
+    return f"sigmoid({number})" if weight.get("sigmoid") else number
 
 
 def _split_index(path: str) -> tuple[str, int, str]:
@@ -142,7 +194,7 @@ def _set(config: Any, hint: Any, keys: list[str], value: Any, full: str) -> Any:
             return replace(config, **{key: _set(getattr(config, key), hints[key], rest, value, full)})
     if isinstance(config, tuple) and key.isdigit() and int(key) < len(config):
         i = int(key)
-        return (*config[:i], _set(config[i], _item_hint(hint, i), rest, value, full), *config[i + 1 :])
+        return (*config[:i], _set(config[i], item_hint(hint, i), rest, value, full), *config[i + 1 :])
     stem = full.split(".")[: len(full.split(".")) - len(keys)]
     known = known_keys(config, "".join(f"{s}." for s in stem))
     raise unknown_key(full, known)
@@ -225,7 +277,7 @@ def _convert_tuple(hint: Any, value: Any, path: str) -> Any:
     args = get_args(hint)
     if args[-1] is not Ellipsis and len(args) != len(value):
         raise _wrong(path, value, f"a list of {len(args)} values")
-    return tuple(_convert(_item_hint(hint, i), v, f"{path}.{i}") for i, v in enumerate(value))
+    return tuple(_convert(item_hint(hint, i), v, f"{path}.{i}") for i, v in enumerate(value))
 
 
 def _convert_dataclass(cls: Any, value: Any, path: str) -> Any:
@@ -243,10 +295,11 @@ def _convert_dataclass(cls: Any, value: Any, path: str) -> Any:
         raise ValueError(f"{path or cls.__name__}: {error}") from None
 
 
-def _item_hint(hint: Any, i: int) -> Any:
+def item_hint(hint: Any, i: int) -> Any:
+    """What the `i`-th item of a tuple declared as `hint` is declared as; Any where that is not said."""
     if get_origin(hint) in (Union, types.UnionType):
         hint = next(o for o in get_args(hint) if get_origin(o) is tuple)
-    args = get_args(hint)
+    args = get_args(hint) or (Any, ...)
     return args[0] if args[-1] is Ellipsis else args[i]
 
 

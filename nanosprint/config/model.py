@@ -8,6 +8,7 @@ are described one by one: a layer number never appears in code, only in the reci
 from dataclasses import dataclass
 from typing import Literal
 
+from nanosprint.config.wires import validate_wiring
 from nanosprint.config.wiring import Column, Gate, GateNetSpec, Scalar, Term
 
 Activation = Literal["gelu", "gelu_tanh", "relu2"]
@@ -30,14 +31,11 @@ class AttnSpec:
     """Causal self-attention.
 
     `window` names one of the schedule's windows, "full" sees everything before. `value_residual` mixes the first
-    layer's values into this layer's own; `value_scale` multiplies them by a learned number that starts there;
-    `value_table` adds rows of that token table, weighted by a learned number that starts at 0.5.
+    layer's values into this layer's own by a learned share; what comes out is the source "v" of the sum `values`.
     """
 
     window: Literal["full", "short", "long"] = "full"
     value_residual: bool = False
-    value_scale: float | None = None
-    value_table: int | None = None
     values: tuple[Term, ...] = (Term(source="v"),)  # what the values are summed up from
     qkv_scale: Scalar | None = None  # on the merged weight: QK-norm cancels it on queries and keys
     out_scale: Scalar | None = None  # on the output projection's weight
@@ -62,27 +60,20 @@ class MLPSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Skip:
-    """Adds an earlier layer's output, by the name of its tap, times a learned weight that starts at `init`."""
-
-    tap: str
-    init: float = 1.0
-
-
-@dataclass(frozen=True, kw_only=True)
 class LayerSpec:
-    """One residual layer. A missing mixer or MLP is None; `tap` gives the layer's output a name for later skips.
+    """One residual layer. A missing mixer or MLP is None; `tap` gives the layer's output a name for later sums.
 
-    In order: `tap_in` names the stream as it comes; gate nets `nets` look at it; it becomes the sum `entry` (empty:
-    unchanged); the mixer sees the norm of `reads`; the stream becomes `after_mixer`, then `after_mlp`.
+    In order: `tap_in` names the stream as it comes; gate nets `nets` look at it; it becomes the sum `join`, then the
+    sum `entry`, which may weigh again what joined (an empty sum changes nothing); the mixer sees the norm of `reads`;
+    the stream becomes `after_mixer`, then `after_mlp`, where there is a mixer and an MLP.
     """
 
     mixer: AttnSpec | None
     mlp: MLPSpec | None
-    skips: tuple[Skip, ...] = ()
     tap: str | None = None
     tap_in: str | None = None
     nets: tuple[str, ...] = ()
+    join: tuple[Term, ...] = ()
     entry: tuple[Term, ...] = ()
     reads: str = "x"
     after_mixer: tuple[Term, ...] = (Term(source="x"), Term(source="mixer"))
@@ -154,6 +145,7 @@ class InitSpec:
     embed_std: float = 1.0
     head: Literal["zero", "as_linear", "normal"] = "zero"
     projections: Literal["zero", "scaled", "as_linear"] = "zero"  # "scaled": linear_std / sqrt(2 * num_layers)
+    qkv_std: float | None = None  # of attention's other matrices; None: linear_std
     attn_projection: Literal["zero", "scaled", "as_linear"] | None = None  # None: as the other projections
     value_table_std: float | None = None  # None: embed_std
     head_std: float | None = None  # for head="normal"
@@ -175,10 +167,8 @@ class ModelConfig:
     bias: bool = False
     qk_norm: bool = True
     attn_scale: float | None = None  # None: 1 / sqrt(head_dim)
-    attn_branch_scale: float = 1.0
     tied_head: bool = False
     embed_norm: bool = True
-    x0_skip: bool = False
     value_tables: int = 0
     nets: tuple[GateNetSpec, ...] = ()  # of which `input_nets` look at x0 and `output_nets` at the last stream
     input_nets: tuple[str, ...] = ()
@@ -238,37 +228,67 @@ class ModelConfig:
                 raise ValueError(
                     f"model.ngrams.rows={rows} is not a power of two: try {2 ** max(1, rows.bit_length())}"
                 )
-        self._validate_taps()
-        self._validate_values()
+        if self.document_start is not None and not 0 <= self.document_start < self.vocab_size:
+            raise ValueError(
+                f"model.document_start={self.document_start} is no token of model.vocab_size={self.vocab_size}: set it "
+                "to the id that starts a document, or to none"
+            )
+        self._validate_tables()
+        self._validate_heads()
+        validate_wiring(self)
 
-    def _validate_values(self) -> None:
-        for i, layer in enumerate(self.layers):
-            table = None if layer.mixer is None else layer.mixer.value_table
-            if table is not None and not 0 <= table < self.value_tables:
-                raise ValueError(
-                    f"model.layers.{i}.mixer.value_table={table}, but model.value_tables={self.value_tables}: "
-                    "tables count from 0"
-                )
+    @property
+    def steps_with_cache(self) -> bool:
+        """Whether one more token can be had from the keys and values of those before, without reading them again."""
+        return self.smear is None and self.bigram is None
+
+    def _validate_tables(self) -> None:
+        """Token tables besides the embedding, and what the embedding shares with the head."""
         if self.value_tables and self.tied_head:
             raise ValueError("model.value_tables wants an embedding with a rate of its own: set model.tied_head=false")
-        mixers = [(i, layer.mixer) for i, layer in enumerate(self.layers) if layer.mixer is not None]
-        if mixers and mixers[0][1].value_residual:
+        if self.head_copy and (self.tied_head or self.init.head == "zero"):
             raise ValueError(
-                f"model.layers.{mixers[0][0]}.mixer.value_residual: the first attention has no earlier values to mix in"
+                f"model.head_copy with model.tied_head={self.tied_head} and model.init.head={self.init.head}: it wants "
+                "a head of its own that does not start at zero; set tied_head=false and init.head=normal"
+            )
+        if self.init.head == "normal" and self.init.head_std is None:
+            raise ValueError("model.init.head=normal does not say how wide: set model.init.head_std, for example 0.005")
+        if self.tied_head and self.head_layout == "in_out":
+            raise ValueError(
+                "model.head_layout=in_out with model.tied_head: an embedding is stored row by row; set "
+                "model.head_layout=out_in, or model.head_copy=true in place of model.tied_head"
+            )
+        if self.bias and any(layer.mlp is not None and layer.mlp.down_layout == "in_out" for layer in self.layers):
+            raise ValueError("model.bias=true is for mlp.down_layout=out_in: set model.bias=false")
+        if self.bigram is not None and (self.bigram.rows < 2 or self.bigram.signs < 0):
+            raise ValueError(
+                f"model.bigram: rows={self.bigram.rows} must be at least 2, signs={self.bigram.signs} at least 0"
             )
 
-    def _validate_taps(self) -> None:
-        known: list[str] = []
+    def _validate_heads(self) -> None:
+        """What layers' mixers ask of heads."""
+        first = True
         for i, layer in enumerate(self.layers):
-            for skip in layer.skips:
-                if skip.tap not in known:
+            mixer, place = layer.mixer, f"model.layers.{i}.mixer"
+            if mixer is None:
+                continue
+            if first and mixer.value_residual:
+                raise ValueError(f"{place}.value_residual: the first attention has no earlier values to mix in")
+            first = False
+            if mixer.paired and self.num_heads % 2:
+                raise ValueError(f"{place}.paired takes heads by twos, model.num_heads={self.num_heads} is odd")
+            if mixer.paired and self.positions == "rotary" and self.rotary.pairs != "neighbours":
+                raise ValueError(f"{place}.paired wants model.rotary.pairs=neighbours, not {self.rotary.pairs}")
+            if mixer.compose is not None and mixer.compose.window < 1:
+                raise ValueError(f"{place}.compose.window={mixer.compose.window} counts the token itself: at least 1")
+            if mixer.paired and (mixer.xsa or mixer.key_offset or mixer.compose):
+                raise ValueError(f"{place}.paired has no place for xsa, key_offset or compose: set one or the other")
+            for start, stop in mixer.key_offset:
+                if not 0 <= start < stop <= self.head_dim:
                     raise ValueError(
-                        f"model.layers.{i} reads tap {skip.tap!r} before any layer writes it; written so far: {known}"
+                        f"{place}.key_offset holds ({start}, {stop}): ranges lie within the {self.head_dim} dimensions "
+                        "of a head"
                     )
-            if layer.tap in known:
-                raise ValueError(f"model.layers.{i} writes tap {layer.tap!r}, which an earlier layer already wrote")
-            if layer.tap is not None:
-                known.append(layer.tap)
 
 
 def _require_positive(config: object, *names: str) -> None:

@@ -15,7 +15,6 @@ from nanosprint.config.model import ModelConfig
 from nanosprint.config.schedule import STEPS, Schedule, StageSchedule, StepPlan, steps_field
 
 UNHASHED: dict[str, Any] = {"hashed": False}
-_FP8_UNIT = 16  # FP8 products take axes in multiples of this
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +68,7 @@ class EvalConfig:
 class Fp8HeadSpec:
     """Static scales of the head's product in FP8: what a code of 1 stands for. Training only.
 
-    `gradient` is for the summed loss; that of the mean is smaller by the tokens of a step. (Speedrun record #19.)
+    `gradient` is for the loss summed over tokens, whatever the objective divides it by. (Speedrun record #19.)
     """
 
     x: float = 1 / 2
@@ -210,6 +209,7 @@ class Recipe:
         self._validate_documents()
         self._validate_windows()
         self._validate_contradictions()
+        self._validate_precision()
         if self.train.grad_clip is not None and any(g.every > 1 for g in self.groups):
             raise ValueError(
                 f"train.grad_clip={self.train.grad_clip} cannot be had with groups that wait for their turn, since a "
@@ -325,18 +325,13 @@ class Recipe:
     def _validate_contradictions(self) -> None:
         """Switches that each work, but not together, or that would be turned without any effect."""
         model, roles = self.model, [group.role for group in self.groups]
-        start, fp8_head = model.document_start, self.precision.fp8_head
+        start = model.document_start
         windowed = any(layer.mixer is not None and layer.mixer.window != "full" for layer in model.layers)
         twice = sorted({role for role in roles if roles.count(role) > 1})
         if start is not None and not 0 <= start < model.vocab_size:
             raise ValueError(
                 f"model.document_start={start} is no token: model.vocab_size={model.vocab_size}. Set it to the "
                 "tokenizer's start of a document (50256 for GPT-2's tokens), or to none"
-            )
-        if fp8_head is not None and model.dim % _FP8_UNIT:
-            raise ValueError(
-                f"precision.fp8_head takes widths that are multiples of {_FP8_UNIT}, not model.dim={model.dim}: "
-                "change one, or set precision.fp8_head=none"
             )
         if self.schedule.windows is not None and not windowed:
             raise ValueError(
@@ -363,6 +358,26 @@ class Recipe:
                 )
         if self.model.rotary.yarn and self.schedule.stages is None:
             raise ValueError("model.rotary.yarn follows the windows of schedule.stages: set them, or yarn=false")
+
+    def _validate_precision(self) -> None:
+        precision, mlps = self.precision, [layer.mlp for layer in self.model.layers if layer.mlp is not None]
+        for name in ("fp8_head", "fp8_mlp"):
+            if getattr(precision, name) is not None and precision.compute == "fp64":
+                raise ValueError(
+                    f"precision.{name} with precision.compute=fp64: a product in eight bits is not in 64; "
+                    f"set precision.{name}=none"
+                )
+        sizes = [("model.dim", self.model.dim)]
+        if precision.fp8_mlp is not None:
+            if self.model.bias or any(mlp.activation != "relu2" for mlp in mlps):
+                raise ValueError(
+                    "precision.fp8_mlp is for MLPs of activation relu2 without model.bias: set precision.fp8_mlp=none"
+                )
+            sizes += [("mlp.hidden", mlp.hidden) for mlp in mlps]
+        in_fp8 = precision.fp8_head is not None or precision.fp8_mlp is not None
+        for key, size in sizes:
+            if in_fp8 and size % 16:
+                raise ValueError(f"{key}={size}: products in FP8 want sizes that are multiples of 16")
 
     def _validate_eval(self) -> None:
         seq_len, stride = self.eval.seq_len, self.eval.stride

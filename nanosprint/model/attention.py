@@ -1,27 +1,46 @@
-"""The mixing half of a layer: causal self-attention over the tokens of a row, or one token against a cache."""
+"""The mixing half of a layer: causal self-attention over the tokens of a row, or one token against a cache.
 
+In order: one product for queries, keys and values; norm and rotary positions; what a key takes over from the token
+before; what the values are summed up from; attention; what is added to it, taken away from it, multiplied by; the
+output projection. Techniques that a recipe leaves out cost nothing.
+"""
+
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from nanosprint.config.model import AttnSpec, ModelConfig
+from nanosprint.config.wiring import Column, Gate, Scalar, Term
 from nanosprint.model.context import Context
 from nanosprint.model.linear import init_linear, init_projection, linear
+from nanosprint.model.mixing import Columns, Mixture, NetLayouts, build_weight
 from nanosprint.model.norm import FP32_EPS, rms_norm
 from nanosprint.model.roles import Role
 from nanosprint.model.rotary import Rotary
+from nanosprint.model.techniques.compose import compose_attention
+from nanosprint.model.techniques.head_gate import gated
+from nanosprint.model.techniques.key_offset import offset_keys
+from nanosprint.model.techniques.paired_heads import apart, doubled, interleaved
+from nanosprint.model.techniques.xsa import without_own_value
 from nanosprint.ops.attention import Attention
 from nanosprint.ops.qk_norm_rotary import qk_norm_rotary
+
+_OWN_VALUES = (Term(source="v"),)
 
 
 @dataclass
 class KVCache:
-    """Keys and values of the tokens so far, (B, capacity, H, K) each; `length` of them are filled."""
+    """Keys and values of the tokens so far, (B, capacity, H, K) each; `length` of them are filled.
+
+    `last_key` is the last token's key as it was before `offset_keys`, for the layers that want it.
+    """
 
     k_BSHK: Tensor
     v_BSHK: Tensor
     length: int = 0
+    last_key: Tensor | None = None
 
     def append(self, k_BSHK: Tensor, v_BSHK: Tensor) -> tuple[Tensor, Tensor]:
         """Store new tokens and return all keys and values up to and including them."""
@@ -33,19 +52,18 @@ class KVCache:
 
 
 class SelfAttention(nn.Module):
-    """x (B, S, D) -> (B, S, D). Q, K and V are one matrix of three blocks, D rows each.
+    """x (B, S, D) -> (B, S, D). Q, K and V are one matrix of three blocks, D rows each, or with `separate_qk` two.
 
     Products are in x's dtype, norm and rotation of queries and keys in that of the stream.
     """
 
     ROLES = {
         "qkv": Role("matrix.qkv", blocks=3),
+        "v": Role("matrix.v"),
         "out": Role("matrix.attn_out"),
         "qkv_bias": Role("vector.bias"),
         "out_bias": Role("vector.bias"),
         "value_mix": Role("scalar.value_mix"),
-        "value_scale": Role("scalar.value_scale"),
-        "table_weight": Role("scalar.table_weight"),
     }
 
     def __init__(
@@ -55,55 +73,121 @@ class SelfAttention(nn.Module):
         rotary: Rotary | None,
         attend: Attention,
         stream_dtype: torch.dtype,
+        layouts: NetLayouts,
     ) -> None:
         super().__init__()
         self.config, self.spec, self.attend, self.stream_dtype = config, spec, attend, stream_dtype
-        self.rotary = rotary
+        self.rotary, self.places = rotary, 2 if spec.paired else 1
         self.scale = config.head_dim**-0.5 if config.attn_scale is None else config.attn_scale
-        self.qkv = nn.Parameter(torch.empty(3 * config.dim, config.dim))
-        self.out = nn.Parameter(torch.empty(config.dim, config.dim))
-        self.qkv_bias = nn.Parameter(torch.zeros(3 * config.dim)) if config.bias else None
-        self.out_bias = nn.Parameter(torch.zeros(config.dim)) if config.bias else None
+        self._build_matrices()
         # Share of the first layer's values (value residual: Zhou et al. 2024, arXiv:2410.17897).
         self.value_mix = nn.Parameter(torch.tensor(0.5)) if spec.value_residual else None
-        self.value_scale = None if spec.value_scale is None else nn.Parameter(torch.tensor(spec.value_scale))
-        self.table_weight = None if spec.value_table is None else nn.Parameter(torch.tensor(0.5))
+        self.values = None if spec.values == _OWN_VALUES else Mixture(spec.values, layouts, config.num_heads)
+
+        def build(weight: Scalar | Column | Gate | None) -> nn.Module | None:
+            return None if weight is None else build_weight(weight, layouts, config.num_heads)
+
+        self.qkv_scale, self.out_scale = build(spec.qkv_scale), build(spec.out_scale)
+        self.xsa, self.head_gate = build(spec.xsa), build(spec.head_gate)
+        if spec.compose is not None:
+            weights = spec.compose.mix, spec.compose.add
+            self.compose_mix, self.compose_add = (build_weight(w, layouts, config.num_heads) for w in weights)
+
+    def _build_matrices(self) -> None:
+        D, H = self.config.dim, self.config.num_heads
+        if self.spec.separate_qk:
+            self.qk, self.v = nn.Parameter(torch.empty(2 * D, D)), nn.Parameter(torch.empty(D, D))
+            # Two neighbouring heads' queries are one matrix for the optimizer, and so are their keys (record #80).
+            self.ROLES = {**self.ROLES, "qk": Role("matrix.qk", blocks=H if H % 2 == 0 else 2)}
+        else:
+            self.qkv = nn.Parameter(torch.empty(3 * D, D))
+        self.out = nn.Parameter(torch.empty(D, D))
+        self.qkv_bias = nn.Parameter(torch.zeros(3 * D)) if self.config.bias else None
+        self.out_bias = nn.Parameter(torch.zeros(D)) if self.config.bias else None
 
     def init_weights(self, generator: torch.Generator) -> None:
-        init_linear(self.qkv, self.config.init, generator)
-        init_projection(self.out, self.config.init, generator, self.config.num_layers)
+        init = self.config.init
+        scale = 1.0 if init.qkv_std is None else init.qkv_std / init.linear_std
+        for weight in (self.qk, self.v) if self.spec.separate_qk else (self.qkv,):
+            init_linear(weight, init, generator, scale)
+        init_projection(self.out, self.config.init, generator, self.config.num_layers, self.config.init.attn_projection)
 
     def forward(
-        self, x_BSD: Tensor, context: Context, first_values: Tensor | None = None, cache: KVCache | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Returns the mixed tokens and this layer's own values (B, S, H, K), which later layers may want."""
-        B, S, D = x_BSD.shape
-        q, k, v = self._queries_keys_values(x_BSD, 0 if cache is None else cache.length)
-        own_values = v
-        if self.value_mix is not None:
-            assert first_values is not None, "the recipe was validated: an earlier layer has values"
-            v = torch.lerp(v, first_values, self.value_mix.to(v.dtype))
-        if self.value_scale is not None:
-            v = self.value_scale.to(v.dtype) * v
-        if self.table_weight is not None:
-            assert self.spec.value_table is not None
-            assert context.tables is not None
-            v = v + self.table_weight.to(v.dtype) * context.tables[self.spec.value_table].view(v.shape)
+        self,
+        x_BSD: Tensor,
+        context: Context,
+        sources: dict[str, Tensor],
+        columns: Mapping[str, Columns],
+        cache: KVCache | None = None,
+    ) -> Tensor:
+        """The mixed tokens of normed ones. `sources` and `columns` are what `build_weight` describes.
+
+        The model's first attention leaves its values in `sources`, for value residuals.
+        """
+        start = 0 if cache is None else cache.length
+        q, k, v = self._queries_keys_values(x_BSD, start, self._merged_weight(sources, columns))
+        if self.spec.key_offset:
+            k = self._offset(k, cache)
+        v = own_v = self._summed_values(v, sources, columns)
         if cache is not None:
             k, v = cache.append(k, v)
-        y = self.attend(q, k, v, self.scale, context.window(self.spec.window), context.documents)
-        return linear(y.reshape(B, S, D), self.out, self.out_bias), own_values
+        scale = self.scale if context.attn_scale is None else context.attn_scale
+        y = self._attended(q, k, v, scale, context)
+        if self.spec.compose is not None:
+            w1, w2 = self.compose_mix(sources, columns), self.compose_add(sources, columns)
+            y = compose_attention(y, q, k, v, w1, w2, scale, self.spec.compose.window, context.documents)
+        if self.xsa is not None:
+            y = without_own_value(y, own_v, self.xsa(sources, columns))
+        if self.head_gate is not None:
+            y = gated(y, self.head_gate(sources, columns))
+        out = self.out if self.out_scale is None else self.out_scale(sources, columns) * self.out
+        return linear(y.reshape(x_BSD.shape), out, self.out_bias)
 
-    def _queries_keys_values(self, x_BSD: Tensor, start: int) -> tuple[Tensor, Tensor, Tensor]:
+    def new_cache(self, batch_size: int, capacity: int, dtype: torch.dtype) -> KVCache:
+        """An empty cache for up to `capacity` tokens in each of `batch_size` rows."""
+        shape = (batch_size, capacity, self.config.num_heads, self.config.head_dim)
+        k, v = (torch.empty(shape, dtype=dtype, device=self.out.device) for _ in range(2))
+        return KVCache(k, v)
+
+    def _queries_keys_values(self, x_BSD: Tensor, start: int, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(B, S, H, K) each; queries and keys normed and turned as the recipe has it, the first token at `start`."""
         B, S, D = x_BSD.shape
-        config, qkv = self.config, linear(x_BSD, self.qkv, self.qkv_bias)
+        config, qkv = self.config, linear(x_BSD, weight, self.qkv_bias)
         if config.qk_norm and self.rotary is not None:
-            tables = self.rotary.tables(start, S)
-            return qk_norm_rotary(qkv, config.num_heads, *tables, FP32_EPS, self.stream_dtype)
+            tables = self.rotary.tables(start, S, self.places)
+            pairs = config.rotary.pairs
+            return qk_norm_rotary(qkv, config.num_heads, *tables, FP32_EPS, self.stream_dtype, pairs)
         q, k, v = (t.view(B, S, config.num_heads, config.head_dim) for t in qkv.split(D, dim=-1))
         if config.qk_norm:
             q, k = rms_norm(q), rms_norm(k)
         if self.rotary is not None:
-            q, k = self.rotary(q, start), self.rotary(k, start)
+            q, k = self.rotary(q, start, self.places), self.rotary(k, start, self.places)
         return q, k, v
+
+    def _merged_weight(self, sources: Mapping[str, Tensor], columns: Mapping[str, Columns]) -> Tensor:
+        """(3D, D). The learned scale multiplies the weight: 3 D² products, against 3 D a token on what comes out."""
+        weight = torch.cat((self.qk, self.v)) if self.spec.separate_qk else self.qkv
+        return weight if self.qkv_scale is None else self.qkv_scale(sources, columns) * weight
+
+    def _offset(self, k_BSHK: Tensor, cache: KVCache | None) -> Tensor:
+        before = None
+        if cache is not None:
+            before, cache.last_key = cache.last_key, k_BSHK[:, -1:]
+        return offset_keys(k_BSHK, self.spec.key_offset, before)
+
+    def _summed_values(self, own_BSHK: Tensor, sources: dict[str, Tensor], columns: Mapping[str, Columns]) -> Tensor:
+        """(B, S, H, K) in the dtype of the layer's own values: what the recipe sums up, in place of those alone."""
+        v, first = own_BSHK, sources.setdefault("first_values", own_BSHK)
+        if self.value_mix is not None:
+            v = torch.lerp(v, first, self.value_mix.to(v.dtype))
+        if self.values is None:
+            return v
+        summed: Tensor = self.values({**sources, "v": v.flatten(2)}, columns)
+        return summed.to(v.dtype).view(v.shape)
+
+    def _attended(self, q: Tensor, k: Tensor, v: Tensor, scale: float, context: Context) -> Tensor:
+        window, documents = context.window(self.spec.window), context.documents
+        if not self.spec.paired:
+            return self.attend(q, k, v, scale, window, documents)
+        q, k, v = interleaved(q), interleaved(k), interleaved(v)
+        return apart(self.attend(q, k, v, scale, window, doubled(documents)))

@@ -11,22 +11,21 @@ _LONG_DOCUMENT = 2048  # tokens; most batches of tens of thousands of tokens hol
 
 
 class LossTensors(NamedTuple):
-    """Weights of the training loss. tokens: (n,) fp32, of the targets 1 .. n tokens on. prefix: () fp32, if any."""
+    """Weights of what is predicted; see `LossWeights`. tokens: (n,), prefix: 0-D or None, fp32 or wider."""
 
     tokens: Tensor
-    prefix: Tensor | None
+    prefix: Tensor | None = None
 
 
 class Context(NamedTuple):
-    """documents: where they end. short, long: windows in tokens. tables: a value table's rows (B, S, D) each.
+    """documents: where they end. short, long: windows in tokens. attn_scale: in place of the recipe's scale of scores.
 
-    attn_scale: the softmax scale, instead of the model's. loss: None is the plain cross entropy of the next token.
+    loss: weights of the training objective; None is plain cross-entropy of the next token.
     """
 
     documents: Documents | None = None
     short: Limit | None = None
     long: Limit | None = None
-    tables: tuple[Tensor, ...] | None = None
     attn_scale: float | None = None
     loss: LossTensors | None = None
 

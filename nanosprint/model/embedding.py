@@ -6,32 +6,36 @@ from torch import Tensor, nn
 
 from nanosprint.config.model import ModelConfig
 from nanosprint.model.linear import init_linear
+from nanosprint.model.mixing import NetLayouts
 from nanosprint.model.norm import rms_norm
 from nanosprint.model.roles import Role
 from nanosprint.model.techniques.ngram import NgramEmbedding
+from nanosprint.model.techniques.smear import Smear
 
 
 class Embedding(nn.Module):
-    """Tokens (B, history + S) -> (B, S, D): the token table, plus n-gram tables and positions as the recipe has them.
+    """Tokens (B, history + S) -> (B, S, D): the token table, smeared, plus n-gram tables and positions, normed; each
+    as the recipe has it.
 
     The history, tokens in front of the row, is for techniques that look back; see `ModelConfig.history`.
     """
 
     ROLES = {"weight": Role("embed.token"), "positions": Role("embed.position")}
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, layouts: NetLayouts) -> None:
         super().__init__()
         self.config = config
         self.weight = nn.Parameter(torch.empty(config.vocab_size, config.dim))
         learned = config.positions == "learned"
         self.positions = nn.Parameter(torch.empty(config.seq_len, config.dim)) if learned else None
+        self.smear = Smear(config.smear, layouts) if config.smear else None
         self.ngrams = NgramEmbedding(config.ngrams, config.vocab_size, config.dim) if config.ngrams else None
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator) -> None:
         if self.config.tied_head:  # it is the head, too, and starts as one
             init_linear(self.weight, self.config.init, generator)
-        else:
+        elif not self.config.head_copy:  # a copy is made when there is a head
             self.weight.normal_(0.0, self.config.init.embed_std, generator=generator)
         if self.positions is not None:
             self.positions.normal_(0.0, self.config.init.embed_std, generator=generator)
@@ -40,6 +44,8 @@ class Embedding(nn.Module):
         """The stream in `dtype`. `start` is the position of the first token behind the history."""
         tokens_BS = tokens[:, self.config.history :]
         x = F.embedding(tokens_BS, self.weight).to(dtype)
+        if self.smear is not None:
+            x = self.smear(x)
         if self.ngrams is not None:
             x = x + self.ngrams(tokens).to(dtype)
         if self.positions is not None:

@@ -1,5 +1,8 @@
 """A GPT built from a `ModelConfig`: embedding, layers, norm, head. This file is the whole forward pass.
 
+Everything that a later sum may name is kept in a dict of sources, and what gate nets computed in a dict of columns;
+`config/wiring.py` lists them.
+
 Shape letters: B rows (independent sequences), S tokens of a row, D width, V vocabulary.
 Parameters keep their storage dtype (fp32); matrix products are in `compute_dtype`, the residual stream in
 `stream_dtype`.
@@ -9,15 +12,20 @@ import torch
 from torch import Tensor, nn
 
 from nanosprint.config.model import ModelConfig
+from nanosprint.config.recipe import Fp8MLPSpec
 from nanosprint.config.schedule import Windows
-from nanosprint.model.attention import KVCache
 from nanosprint.model.block import Block
 from nanosprint.model.context import NO_CONTEXT, Context
 from nanosprint.model.embedding import Embedding
-from nanosprint.model.head import Head, Linear
-from nanosprint.model.linear import linear
+from nanosprint.model.head import Head, HeadLoss
+from nanosprint.model.mixer import Cache
+from nanosprint.model.mixing import Columns, Mixture, NetLayouts
+from nanosprint.model.mlp import MLP
 from nanosprint.model.norm import build_norm
+from nanosprint.model.roles import collect_roles
 from nanosprint.model.rotary import Rotary
+from nanosprint.model.techniques.bigram import BigramTable
+from nanosprint.model.techniques.gate_net import GateNets
 from nanosprint.model.techniques.value_tables import ValueTables
 from nanosprint.ops.attention import Limit, backend
 
@@ -36,22 +44,25 @@ class GPT(nn.Module):
         attention: str = "sdpa",
         compute_dtype: torch.dtype = torch.float32,
         stream_dtype: torch.dtype | None = None,
-        head_linear: Linear = linear,
+        head_loss: HeadLoss | None = None,
     ) -> None:
         super().__init__()
         config.validate()
         self.config, self.compute_dtype = config, compute_dtype
         self.stream_dtype = stream_dtype or compute_dtype
-        attend = backend(attention)
-        self.embed = Embedding(config)
-        rotary = Rotary(config.rotary, config.head_dim, config.seq_len) if config.positions == "rotary" else None
-        self.rotary = rotary
+        attend, layouts = backend(attention), NetLayouts(config.nets)
+        self.embed = Embedding(config, layouts)
+        self.bigram = BigramTable(config.bigram, config.dim) if config.bigram else None
+        self.input = Mixture(config.input, layouts)
+        self.rotary = rotary = _rotary(config)
         self.layers = nn.ModuleList(
-            Block(config, spec, rotary, attend, compute_dtype, self.stream_dtype) for spec in config.layers
+            Block(config, spec, rotary, attend, compute_dtype, self.stream_dtype, layouts) for spec in config.layers
         )
         self.value_tables = ValueTables(config) if config.value_tables else None
+        self.output = Mixture(config.output, layouts)
+        self.nets = GateNets(config, layouts)  # last: by now everything has asked for its columns
         self.norm = build_norm(config)
-        self.head = Head(config, head_linear)
+        self.head = Head(config, head_loss)
 
     def init_weights(self, seed: int) -> None:
         """Fill every weight from `seed`: the same values on every device and for every number of processes."""
@@ -60,31 +71,73 @@ class GPT(nn.Module):
             initialize = getattr(module, "init_weights", None)
             if module is not self and initialize is not None:
                 initialize(generator)
+        if self.config.head_copy:
+            assert self.head.weight is not None
+            head = self.head.weight.detach()
+            self.embed.weight.detach().copy_(head.T if self.config.head_layout == "in_out" else head)
 
-    def hidden(
-        self, tokens: Tensor, context: Context = NO_CONTEXT, caches: list[KVCache | None] | None = None
-    ) -> Tensor:
+    def hidden(self, tokens: Tensor, context: Context = NO_CONTEXT, caches: list[Cache | None] | None = None) -> Tensor:
         """Normed output (B, S, D) of the last layer. With caches, the tokens follow those that the caches hold."""
-        start = next((c.length for c in caches or [] if c is not None), 0)
-        x = x0 = self.embed(tokens, self.stream_dtype, start)
-        if self.value_tables is not None:
-            context = context._replace(tables=self.value_tables(tokens[:, self.config.history :], self.compute_dtype))
-        taps: dict[str, Tensor] = {}
-        first_values: Tensor | None = None
+        sources = self._sources(tokens, next((c.length for c in caches or [] if c is not None), 0))
+        columns: dict[str, Columns] = {}
+        self._evaluate(self.config.input_nets, sources["x0"], columns)
+        x = self.input(sources, columns)
         for i, layer in enumerate(self.layers):
-            x, values = layer(x, context, x0, taps, first_values, None if caches is None else caches[i])
-            first_values = values if first_values is None else first_values
-        return self.norm(x, self.compute_dtype)
+            self._evaluate(self.config.layers[i].nets, x, columns)
+            x = layer(x, context, sources, columns, None if caches is None else caches[i])
+        self._evaluate(self.config.output_nets, x, columns)
+        return self.norm(self.output(sources, columns), self.compute_dtype)
+
+    def _sources(self, tokens: Tensor, start: int) -> dict[str, Tensor]:
+        """What is known of the tokens before the first layer; the first stands at position `start`."""
+        tokens_BS = tokens[:, self.config.history :]
+        sources = {"x0": self.embed(tokens, self.stream_dtype, start)}
+        if self.bigram is not None:
+            sources["bigram"] = self.bigram(tokens_BS, self.stream_dtype)
+        if self.value_tables is not None:
+            sources |= self.value_tables(tokens_BS, self.compute_dtype)
+        return sources
+
+    def _evaluate(self, nets: tuple[str, ...], x_BSD: Tensor, columns: dict[str, Columns]) -> None:
+        """Add the columns of the gate nets named, which look at a stream."""
+        for name in nets:
+            columns[name] = self.nets(name, x_BSD, self.compute_dtype)
 
     def forward(
-        self, tokens: Tensor, context: Context = NO_CONTEXT, caches: list[KVCache | None] | None = None
+        self, tokens: Tensor, context: Context = NO_CONTEXT, caches: list[Cache | None] | None = None
     ) -> Tensor:
         """Logits (B, S, V) in fp32 for tokens (B, history + S) of any integer dtype; see `ModelConfig.history`."""
         return self.head(self.hidden(tokens, context, caches), self.embed.weight)
 
     def loss_sum(self, tokens: Tensor, targets_BS: Tensor, context: Context = NO_CONTEXT) -> Tensor:
-        """Cross-entropy of int64 targets (B, S) in nats, summed; a target of -1 does not count."""
-        return self.head.loss_sum(self.hidden(tokens, context), targets_BS, self.embed.weight)
+        """Cross-entropy of int64 targets (B, S) in nats, summed; a target of -1 does not count.
+
+        With `context.loss` it is that objective, in which the targets of a row serve its earlier tokens, too.
+        """
+        return self.head.loss_sum(self.hidden(tokens, context), targets_BS, self.embed.weight, context.loss)
+
+    def set_prefixes(self, table: Tensor) -> None:
+        """Tell the head each token's longest proper prefix: (n,) int64 of at most V tokens, -1 where there is none.
+
+        `data.prefixes` makes the table. Until this is called no token has one. In place, so that compiled code sees it.
+        """
+        self.head.set_prefixes(table)
+
+    def train_mlps_in_fp8(self, spec: Fp8MLPSpec) -> None:
+        """Compute the MLPs' training products in FP8, from the first `refresh` on. The model must be on its device."""
+        for module in self.modules():
+            if isinstance(module, MLP):
+                module.train_in_fp8(spec)
+
+    @torch.no_grad()
+    def refresh(self, steps: int) -> None:
+        """Renew what is computed from the weights once an update: FP8 copies. `steps`: updates done so far.
+
+        To be called when the weights have their first values and after every update; nothing to do without FP8 MLPs.
+        """
+        for module in self.modules():
+            if isinstance(module, MLP):
+                module.refresh(steps)
 
     def extend(self, seq_len: int) -> None:
         """Make positions reach `seq_len` tokens. Raises ValueError where learned positions end earlier."""
@@ -93,15 +146,19 @@ class GPT(nn.Module):
         if self.rotary is not None:
             self.rotary.extend(seq_len)
 
-    def new_caches(self, batch_size: int, capacity: int) -> list[KVCache | None]:
-        """Empty caches for generating up to `capacity` tokens in each of `batch_size` rows."""
-        config, weight = self.config, self.embed.weight
-        shape = (batch_size, capacity, config.num_heads, config.head_dim)
+    def set_windows(self, windows: tuple[int, ...]) -> float:
+        """Let rotary positions follow the long windows so far, in tokens; the softmax scale's factor. See `Rotary`."""
+        return 1.0 if self.rotary is None else self.rotary.set_windows(windows)
 
-        def empty() -> Tensor:
-            return torch.empty(shape, dtype=self.compute_dtype, device=weight.device)
+    def new_caches(self, batch_size: int, capacity: int) -> list[Cache | None]:
+        """Empty caches for generating up to `capacity` tokens in each of `batch_size` rows.
 
-        return [None if spec.mixer is None else KVCache(empty(), empty()) for spec in config.layers]
+        Raises ValueError where one more token cannot be had from a cache; see `ModelConfig.steps_with_cache`.
+        """
+        if not self.config.steps_with_cache:
+            raise ValueError("the model's techniques look across tokens, which caches do not hold: read the whole row")
+        mixers = [getattr(layer, "mixer", None) for layer in self.layers]
+        return [None if m is None else m.new_cache(batch_size, capacity, self.compute_dtype) for m in mixers]
 
     def num_parameters(self) -> int:
         return sum(p.numel() for p in self.parameters())
@@ -114,13 +171,29 @@ class GPT(nn.Module):
         A multiply-add counts 2, the backward pass twice the forward; look-ups count nothing (PaLM's convention,
         Chowdhery et al. 2022, arXiv:2204.02311, but with causal attention counted as the half that it is).
         """
-        tables = ("embed.", "value_tables.")
-        matrices = sum(p.numel() for n, p in self.named_parameters() if p.ndim == 2 and not n.startswith(tables))
+        roles, lookups = collect_roles(self), ("embed", "table")
+        matrices = sum(
+            p.numel()
+            for name, p in self.named_parameters()
+            if p.ndim == 2 and roles[name].name.partition(".")[0] not in lookups
+        )
         matrices += self.config.vocab_size * self.config.dim if self.config.tied_head else 0
         context = NO_CONTEXT if windows is None else Context(short=windows.short, long=windows.long)
-        mixers = [spec.mixer for spec in self.config.layers if spec.mixer is not None]
-        keys = sum(mean_keys(seq_len, context.window(mixer.window)) for mixer in mixers)
+        keys = 0.0
+        for mixer in (spec.mixer for spec in self.config.layers if spec.mixer is not None):
+            # Paired heads: half the heads over a sequence of twice the length, each key an interleaved position.
+            keys += mean_keys(2 * seq_len if mixer.paired else seq_len, context.window(mixer.window))
+            if mixer.compose is not None:
+                keys += mean_keys(seq_len, mixer.compose.window - 1)
         return 6.0 * matrices + 12.0 * self.config.dim * keys
+
+
+def _rotary(config: ModelConfig) -> Rotary | None:
+    """Tables for all layers; where some pair their heads, of two positions a token."""
+    if config.positions != "rotary":
+        return None
+    paired = any(layer.mixer is not None and layer.mixer.paired for layer in config.layers)
+    return Rotary(config.rotary, config.head_dim, config.seq_len, places=2 if paired else 1)
 
 
 def mean_keys(seq_len: int, window: Limit | None) -> float:

@@ -7,11 +7,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanosprint.config.model import ModelConfig, SoftcapSpec
-from nanosprint.model.linear import init_linear, linear
+from nanosprint.model.context import LossTensors
+from nanosprint.model.linear import init_linear
+from nanosprint.model.objective import NOT_SCORED, labelled_loss, labels_of
 from nanosprint.model.roles import Role
 
-Linear = Callable[[Tensor, Tensor], Tensor]
-NOT_SCORED = -1  # target of a position that does not count
+HeadLoss = Callable[..., Tensor]  # `ops.head_loss.head_loss`, its scales given or not
 _LOGITS_AT_ONCE = {True: 2**30, False: 2**26}  # in validation, on CUDA and elsewhere
 _ALIGN = 64  # tensor cores want vocabulary columns in multiples of this
 
@@ -26,53 +27,88 @@ def softcap(logits: Tensor, spec: SoftcapSpec) -> Tensor:
 class Head(nn.Module):
     """Hidden states (B, S, D) -> logits (B, S, V). A tied head has no weight of its own and is handed the embedding.
 
-    `train_linear` is the product (x, weight) -> logits of training, which may be in FP8; validation uses `linear`.
+    The weight is (V, D), or (D, V) in the layout "in_out". `train_loss` computes product and loss of training in one
+    operator; None leaves both to autograd. Validation is in the dtype of x always.
     """
 
     ROLES = {"weight": Role("head")}
 
-    def __init__(self, config: ModelConfig, train_linear: Linear = linear) -> None:
+    def __init__(self, config: ModelConfig, train_loss: HeadLoss | None = None) -> None:
         super().__init__()
-        self.config, self.train_linear = config, train_linear
-        self.weight = None if config.tied_head else nn.Parameter(torch.empty(config.vocab_size, config.dim))
+        self.config, self.train_loss = config, train_loss
+        self.in_out = config.head_layout == "in_out"
+        shape = (config.dim, config.vocab_size) if self.in_out else (config.vocab_size, config.dim)
+        self.weight = None if config.tied_head else nn.Parameter(torch.empty(shape))
+        self.prefixes: Tensor
+        # Not saved: it follows from the tokenizer alone.
+        self.register_buffer("prefixes", torch.full((config.vocab_size,), NOT_SCORED), persistent=False)
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator) -> None:
         if self.weight is None:
             return
-        if self.config.init.head == "zero":
+        init = self.config.init
+        if init.head == "zero":
             self.weight.zero_()
-        else:
-            init_linear(self.weight, self.config.init, generator)
+        elif init.head == "normal":
+            assert init.head_std is not None  # validated
+            self.weight.normal_(0.0, init.head_std, generator=generator)
+        else:  # by its fan-in, which is the width in either layout
+            init_linear(self.weight.mT if self.in_out else self.weight, init, generator)
+
+    @torch.no_grad()
+    def set_prefixes(self, table: Tensor) -> None:
+        """See `GPT.set_prefixes`. Raises ValueError for a table of another form."""
+        V = len(self.prefixes)
+        if table.ndim != 1 or len(table) > V or table.dtype != torch.int64 or (table >= V).any():
+            raise ValueError(
+                f"a table of prefixes of shape {tuple(table.shape)} and {table.dtype} does not fit a vocabulary of "
+                f"{V}: expected int64 ids below {V}, one for each token, or -1"
+            )
+        self.prefixes.fill_(NOT_SCORED)
+        self.prefixes[: len(table)] = table
 
     def forward(self, x_BSD: Tensor, tied: Tensor) -> Tensor:
         """Logits in fp32, or wider if x is. `tied` is the embedding's table (V, D)."""
-        return self._cap(linear(x_BSD, tied if self.weight is None else self.weight))
+        return self._cap(F.linear(x_BSD, self._weight_VD(tied).to(x_BSD.dtype)))
+
+    def _weight_VD(self, tied: Tensor) -> Tensor:
+        if self.weight is None:
+            return tied
+        return self.weight.mT if self.in_out else self.weight
 
     def _cap(self, logits: Tensor) -> Tensor:
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return logits if self.config.softcap is None else softcap(logits, self.config.softcap)
 
-    def loss_sum(self, x_BSD: Tensor, targets_BS: Tensor, tied: Tensor) -> Tensor:
-        """Cross-entropy in nats, summed over the targets that count (those not NOT_SCORED)."""
+    def loss_sum(self, x_BSD: Tensor, targets_BS: Tensor, tied: Tensor, loss: LossTensors | None = None) -> Tensor:
+        """Cross-entropy in nats, summed over the targets that count (those not NOT_SCORED); with `loss`, of those."""
         x, targets = x_BSD.flatten(0, -2), targets_BS.flatten()
+        wide = torch.promote_types(x.dtype, torch.float32)
+        if torch.is_grad_enabled() and self.train_loss is not None:
+            weight = tied if self.weight is None else self.weight
+            labels = labels_of(targets_BS, loss, self.prefixes, wide)
+            return self.train_loss(x, weight, labels, softcap=self.config.softcap, in_out=self.in_out)
+        if loss is not None:
+            return labelled_loss(self._logits(x, tied), labels_of(targets_BS, loss, self.prefixes, wide))
         if torch.is_grad_enabled():
-            return self._loss_sum(x, targets, tied)
+            return self._next_token(x, targets, tied)
         # Validation may have rows far longer than training's: their logits are made a part at a time.
         chunk = max(1, _LOGITS_AT_ONCE[x.is_cuda] // self.config.vocab_size)
         parts = zip(x.split(chunk), targets.split(chunk), strict=True)
-        return torch.stack([self._loss_sum(*part, tied) for part in parts]).sum()
+        return torch.stack([self._next_token(*part, tied) for part in parts]).sum()
 
-    def _loss_sum(self, x_TD: Tensor, targets_T: Tensor, tied: Tensor) -> Tensor:
-        weight = tied if self.weight is None else self.weight
-        product = self.train_linear if torch.is_grad_enabled() else linear
-        extra = -weight.size(0) % _ALIGN if x_TD.is_cuda or product is not linear else 0
+    def _next_token(self, x_TD: Tensor, targets_T: Tensor, tied: Tensor) -> Tensor:
+        return F.cross_entropy(self._logits(x_TD, tied), targets_T, ignore_index=NOT_SCORED, reduction="sum")
+
+    def _logits(self, x_TD: Tensor, tied: Tensor) -> Tensor:
+        """Capped logits for the loss, on a GPU with columns of -inf up to a multiple of 64."""
+        weight = self._weight_VD(tied).to(x_TD.dtype)
+        extra = -weight.size(0) % _ALIGN if x_TD.is_cuda else 0
         if not extra:
-            logits = self._cap(product(x_TD, weight))
-        else:
-            # Rows of logits that start at odd addresses halve the speed of everything that reads them. The extra
-            # columns are masked rather than cut off, which would bring the odd addresses back.
-            logits = self._cap(product(x_TD, F.pad(weight.to(x_TD.dtype), (0, 0, 0, extra))))
-            beyond = torch.arange(logits.size(-1), device=logits.device) >= weight.size(0)
-            logits = logits.masked_fill(beyond, float("-inf"))
-        return F.cross_entropy(logits, targets_T, ignore_index=NOT_SCORED, reduction="sum")
+            return self._cap(F.linear(x_TD, weight))
+        # Rows of logits that start at odd addresses halve the speed of everything that reads them. The extra columns
+        # are masked rather than cut off, which would bring the odd addresses back.
+        logits = self._cap(F.linear(x_TD, F.pad(weight, (0, 0, 0, extra))))
+        beyond = torch.arange(logits.size(-1), device=logits.device) >= weight.size(0)
+        return logits.masked_fill(beyond, float("-inf"))

@@ -4,7 +4,7 @@ import math
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from nanosprint.config.model import InitSpec
 
@@ -15,7 +15,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 @torch.no_grad()
-def init_linear(weight: nn.Parameter, spec: InitSpec, generator: torch.Generator, scale: float = 1.0) -> None:
+def init_linear(weight: Tensor, spec: InitSpec, generator: torch.Generator, scale: float = 1.0) -> None:
     """Fill a (out, in) matrix as the recipe says; the standard deviation is multiplied by `scale`."""
     if spec.linear == "normal":
         weight.normal_(0.0, spec.linear_std * scale, generator=generator)
@@ -25,13 +25,16 @@ def init_linear(weight: nn.Parameter, spec: InitSpec, generator: torch.Generator
 
 
 @torch.no_grad()
-def init_projection(weight: nn.Parameter, spec: InitSpec, generator: torch.Generator, num_layers: int) -> None:
-    """Fill a matrix that writes into the residual stream: zero, as any other, or smaller with depth.
+def init_projection(
+    weight: Tensor, spec: InitSpec, generator: torch.Generator, num_layers: int, kind: str | None = None
+) -> None:
+    """Fill a (out, in) matrix that writes into the residual stream: zero, as any other, or smaller with depth.
 
     "scaled" divides by sqrt(2 * num_layers), so that the stream's variance at the end does not grow with depth
-    (Radford et al. 2019).
+    (Radford et al. 2019). `kind` takes the place of `spec.projections`.
     """
-    if spec.projections == "zero":
+    kind = spec.projections if kind is None else kind
+    if kind == "zero":
         weight.zero_()
     else:
-        init_linear(weight, spec, generator, (2 * num_layers) ** -0.5 if spec.projections == "scaled" else 1.0)
+        init_linear(weight, spec, generator, (2 * num_layers) ** -0.5 if kind == "scaled" else 1.0)

@@ -7,6 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanosprint.config.model import MLPSpec, ModelConfig
+from nanosprint.config.recipe import Fp8MLPSpec
+from nanosprint.model.fp8_mlp import Fp8MLP
 from nanosprint.model.linear import init_linear, init_projection, linear
 from nanosprint.model.roles import Role
 
@@ -24,7 +26,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class MLP(nn.Module):
-    """x (B, S, D) -> (B, S, D) through `hidden` units."""
+    """x (B, S, D) -> (B, S, D) through `hidden` units. `down` is (D, hidden), or (hidden, D) in the layout "in_out"."""
 
     ROLES = {
         "up": Role("matrix.mlp_up"),
@@ -36,14 +38,30 @@ class MLP(nn.Module):
     def __init__(self, config: ModelConfig, spec: MLPSpec) -> None:
         super().__init__()
         self.config, self.activation = config, ACTIVATIONS[spec.activation]
+        self.in_out = spec.down_layout == "in_out"
         self.up = nn.Parameter(torch.empty(spec.hidden, config.dim))
-        self.down = nn.Parameter(torch.empty(config.dim, spec.hidden))
+        down = (spec.hidden, config.dim) if self.in_out else (config.dim, spec.hidden)
+        self.down = nn.Parameter(torch.empty(down))
         self.up_bias = nn.Parameter(torch.zeros(spec.hidden)) if config.bias else None
         self.down_bias = nn.Parameter(torch.zeros(config.dim)) if config.bias else None
+        self.fp8: Fp8MLP | None = None
 
     def init_weights(self, generator: torch.Generator) -> None:
         init_linear(self.up, self.config.init, generator)
-        init_projection(self.down, self.config.init, generator, self.config.num_layers)
+        down = self.down.detach()
+        init_projection(down.T if self.in_out else down, self.config.init, generator, self.config.num_layers)
+
+    def train_in_fp8(self, spec: Fp8MLPSpec) -> None:
+        """From now on compute training's products in FP8. `refresh` must be called before the next and ever after."""
+        self.fp8 = Fp8MLP(self.up, spec, self.in_out)
+
+    def refresh(self, steps: int) -> None:
+        """See `GPT.refresh`."""
+        if self.fp8 is not None:
+            self.fp8.refresh(self.up, self.down, steps)
 
     def forward(self, x_BSD: Tensor) -> Tensor:
-        return linear(self.activation(linear(x_BSD, self.up, self.up_bias)), self.down, self.down_bias)
+        if self.fp8 is not None and torch.is_grad_enabled():
+            return self.fp8(x_BSD, self.up, self.down)
+        post = self.activation(linear(x_BSD, self.up, self.up_bias))
+        return linear(post, self.down.T if self.in_out else self.down, self.down_bias)

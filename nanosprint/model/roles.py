@@ -14,7 +14,7 @@ class Role:
 
 
 def collect_roles(model: nn.Module) -> dict[str, Role]:
-    """Role of each parameter by its full name, from the `ROLES` of the module that owns it.
+    """Role of each parameter by its full name, from the `ROLES` of the module, or of its class, that owns it.
 
     Raises ValueError naming a parameter whose module declares no role for it.
     """

@@ -23,11 +23,9 @@ Fast accumulation keeps partial sums in the tensor core's reduced precision: fit
 import functools
 import logging
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from nanosprint.kernels import has_triton
@@ -46,15 +44,12 @@ def supports_fp8(device: torch.device | str) -> bool:
     return device.type == "cpu"
 
 
-def fp8_linear_for(device: torch.device | str) -> Callable[..., Tensor]:
-    """`fp8_linear` where the device has FP8; else, with one line in the log, a bf16 product with its signature.
-
-    To be called when a model is built.
-    """
-    if supports_fp8(device):
-        return fp8_linear
-    _warn_without_fp8(str(torch.device(device)))
-    return _bf16_linear
+def has_fp8(device: torch.device | str) -> bool:
+    """`supports_fp8`, and where the answer is no, one line in the log. To be called when a model is built."""
+    if not supports_fp8(device):
+        _warn_without_fp8(str(torch.device(device)))
+        return False
+    return True
 
 
 def fp8_linear(
@@ -73,7 +68,7 @@ def fp8_linear(
     is ordinary code, which the compiler merges into the loss; a pass over that makes the transposed one.
 
     Raises ValueError for shapes that do not fit, D or V not a multiple of 16 (T is padded by itself), scales that are
-    not positive, and a GPU without FP8 (`fp8_linear_for` chooses). Source: Micikevicius et al. 2022,
+    not positive, and a GPU without FP8 (`has_fp8` tells). Source: Micikevicius et al. 2022,
     arXiv:2209.05433; static scales: the speedrun's records 19-21.
     """
     _check(x, weight, (x_s, w_s, g_s), out_dtype)
@@ -99,25 +94,23 @@ def fp8_linear_grads(
     return _backward(g, x8_t, w8_t, x_s, w_s, g_s)
 
 
-@torch.library.custom_op("nanosprint::fp8_linear", mutates_args=(), device_types="cpu")
+@torch.library.custom_op("nanosprint::fp8_linear", mutates_args=())
 def _forward(
     x: Tensor, weight: Tensor, x_s: float, w_s: float, g_s: float, out_dtype: torch.dtype, merge: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(y, x8_t, w8_t), the last two as bytes: autograd takes no interest in integers. g_s and merge are for backward.
+    """(y, x8_t, w8_t), the last two as bytes: autograd ignores integers. g_s and merge are for backward."""
+    if not supports_fp8(x.device):
+        raise ValueError(f"{x.device} has no FP8 (Ada and Hopper have): use bf16")
+    (x8, x8_t), (w8, w8_t) = quantize_pair(x, x_s, E4M3), quantize_pair(weight, w_s, E4M3)
+    y = scaled_product(x8, w8, x_s, w_s, out_dtype, fast=True)
+    return y, x8_t.view(torch.uint8), w8_t.view(torch.uint8)
 
-    This CPU part is the emulation, with fp32 products.
-    """
-    x8, w8 = quantize(x, x_s, E4M3), quantize(weight, w_s, E4M3)
-    y = (x8.float() @ w8.float().mT) * (x_s * w_s)
-    return y.to(out_dtype), _turned(x8).view(torch.uint8), _turned(w8).view(torch.uint8)
 
-
-@torch.library.custom_op("nanosprint::fp8_linear_backward", mutates_args=(), device_types="cpu")
+@torch.library.custom_op("nanosprint::fp8_linear_backward", mutates_args=())
 def _backward(g: Tensor, x8_t: Tensor, w8_t: Tensor, x_s: float, w_s: float, g_s: float) -> tuple[Tensor, Tensor]:
-    g8 = g if g.dtype == E5M2 else quantize(g, g_s, E5M2)
-    dx = (g8.float() @ w8_t.view(E4M3).float().mT) * (g_s * w_s)
-    dw = (_turned(g8).float() @ x8_t.view(E4M3).float().mT) * (g_s * x_s)
-    return dx.to(torch.bfloat16), dw
+    g8, g8_t = quantize_pair(g, g_s, E5M2)
+    dx = scaled_product(g8, w8_t.view(E4M3), g_s, w_s, torch.bfloat16)
+    return dx, scaled_product(g8_t, x8_t.view(E4M3), g_s, x_s, torch.float32)
 
 
 @_forward.register_fake
@@ -133,24 +126,6 @@ def _(
 def _(g: Tensor, x8_t: Tensor, w8_t: Tensor, x_s: float, w_s: float, g_s: float) -> tuple[Tensor, Tensor]:
     (T, V), D = g.shape, x8_t.shape[0]
     return g.new_empty(T, D, dtype=torch.bfloat16), g.new_empty(V, D, dtype=torch.float32)
-
-
-@_forward.register_kernel("cuda")
-def _(
-    x: Tensor, weight: Tensor, x_s: float, w_s: float, g_s: float, out_dtype: torch.dtype, merge: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    if not supports_fp8(x.device):
-        raise ValueError(f"{torch.cuda.get_device_name(x.device)} has no FP8 (Ada and Hopper have): use bf16")
-    (x8, x8_t), (w8, w8_t) = _quantize_pair(x, x_s, E4M3), _quantize_pair(weight, w_s, E4M3)
-    y = _scaled_product(x8, w8, x_s, w_s, out_dtype, fast=True)
-    return y, x8_t.view(torch.uint8), w8_t.view(torch.uint8)
-
-
-@_backward.register_kernel("cuda")
-def _(g: Tensor, x8_t: Tensor, w8_t: Tensor, x_s: float, w_s: float, g_s: float) -> tuple[Tensor, Tensor]:
-    g8, g8_t = _quantize_pair(g, g_s, E5M2)
-    dx = _scaled_product(g8, w8_t.view(E4M3), g_s, w_s, torch.bfloat16)
-    return dx, _scaled_product(g8_t, x8_t.view(E4M3), g_s, x_s, torch.float32)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -171,11 +146,10 @@ def _derive(ctx: Any, g: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
 _forward.register_autograd(_derive, setup_context=_setup_context)
 
 
-def _quantize_pair(x: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def quantize_pair(x: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """x (R, C) in FP8, plain and transposed (C, R padded with zeros). An x of that dtype already is only transposed."""
     x = x.contiguous()
-    if not has_triton():
-        _warn_without_triton()
+    if not (x.is_cuda and (has_triton() or _without_triton())):
         q = x if x.dtype == dtype else quantize(x, scale, dtype)
         return q, _turned(q)
     from nanosprint.kernels.fp8 import quantize as kernel
@@ -192,10 +166,19 @@ def _quantize_pair(x: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor,
     return plain, turned
 
 
-def _scaled_product(A: Tensor, B: Tensor, a_s: float, b_s: float, out_dtype: torch.dtype, fast: bool = False) -> Tensor:
-    """A B^T a_s b_s, both operands with the summed axis contiguous."""
-    # Each scale is a tensor of its own: cuBLAS wants them at multiples of 16 bytes, which a view into a vector is not.
-    scale_a, scale_b = (torch.full((), s, dtype=torch.float32, device=A.device) for s in (a_s, b_s))
+def scaled_product(
+    A: Tensor, B: Tensor, a_s: float | Tensor, b_s: float | Tensor, out_dtype: torch.dtype, fast: bool = False
+) -> Tensor:
+    """A (M, K) times B (N, K) transposed, times a_s b_s: two FP8 matrices with the summed axis contiguous.
+
+    Scales are numbers or 0-D fp32 tensors, each a tensor of its own: cuBLAS wants them at multiples of 16 bytes, which
+    a view into a vector is not. `fast` sums in the tensor core's reduced precision. Off a GPU: an emulation in fp32.
+    """
+    if not A.is_cuda:
+        return ((A.float() @ B.float().mT) * (a_s * b_s)).to(out_dtype)
+    scale_a, scale_b = (
+        s if isinstance(s, Tensor) else torch.full((), s, dtype=torch.float32, device=A.device) for s in (a_s, b_s)
+    )
     return torch._scaled_mm(A, B.mT, scale_a, scale_b, out_dtype=out_dtype, use_fast_accum=fast)
 
 
@@ -229,18 +212,12 @@ def _check(x: Tensor, weight: Tensor, scales: tuple[float, ...], out_dtype: torc
         raise ValueError(f"out_dtype={out_dtype} must be torch.bfloat16 or torch.float32")
 
 
-def _bf16_linear(
-    x: Tensor, weight: Tensor, x_s: float, w_s: float, g_s: float, out_dtype: torch.dtype = torch.bfloat16
-) -> Tensor:
-    """What stands in for `fp8_linear` where there is no FP8: the scales have no part in it."""
-    return F.linear(x.bfloat16(), weight.bfloat16()).to(out_dtype)
-
-
 @functools.cache
 def _warn_without_fp8(device: str) -> None:
     _log.warning("%s has no FP8: products meant for it run in bf16", device)
 
 
 @functools.cache
-def _warn_without_triton() -> None:
+def _without_triton() -> bool:
     _log.warning("Triton is not installed: FP8 copies are made by several passes over memory instead of one")
+    return False

@@ -82,8 +82,14 @@ class Optimizers:
 
 def _group_options(group: ParamGroup, blocks: int, precision: Precision) -> dict[str, Any]:
     options: dict[str, Any] = {"lr": group.lr, "base_lr": group.lr, "weight_decay": group.weight_decay}
+    if isinstance(group.rule, AdamConfig | MuonConfig):
+        options |= {"lr_scale": group.lr_scale, "decay": group.rule.decay}
+    else:  # these know no second rate
+        options |= {"lr": group.lr * group.lr_scale, "base_lr": group.lr * group.lr_scale}
+    if group.storage == "bf16+16" and not isinstance(group.rule, MuonConfig):
+        raise ValueError(f"storage='bf16+16' of role {group.role!r} needs MuonConfig: take 'bf16' or 'fp32'")
     if isinstance(group.rule, AdamConfig):
-        return {**options, "betas": group.rule.betas, "eps": group.rule.eps}
+        return {**options, "betas": group.rule.betas, "eps": group.rule.eps, "eps_form": group.rule.eps_form}
     if isinstance(group.rule, SoapConfig):
         rule = group.rule
         return {**options, "betas": rule.betas, "eps": rule.eps, "refresh_every": rule.refresh_every}
@@ -96,6 +102,8 @@ def _group_options(group: ParamGroup, blocks: int, precision: Precision) -> dict
         "orthogonalizer": group.rule.orthogonalizer,
         "split": blocks,
         "orthogonalize_dtype": DTYPES[precision.orthogonalize],
+        "variance_beta": group.rule.variance_beta,
+        "mantissa": group.storage == "bf16+16",
     }
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from nanosprint.config import (
     AdamConfig,
     AttnSpec,
+    Fixed,
     Fp8HeadSpec,
     InitSpec,
     LayerSpec,
@@ -18,20 +19,30 @@ from nanosprint.config import (
     ParamGroup,
     Recipe,
     RotarySpec,
+    Scalar,
     Schedule,
-    Skip,
     SoapConfig,
     SoftcapSpec,
+    Term,
     WindowSchedule,
 )
 from nanosprint.recipes import Dials, recipe
 
 ADAM = AdamConfig(betas=(0.9, 0.95), eps=1e-8)
+X0_SKIP = (  # every layer is offered the embedding again (record #9)
+    Term(source="x", weight=Scalar(init=1.0, role="entry")),
+    Term(source="x0", weight=Scalar(init=0.0, role="entry")),
+)
 
 
 @recipe("gpt2-rotary", parent="gpt2", summary="record #2: higher rate, trapezoid, rotary, no biases; 31.4 min")
 def gpt2_rotary(parent: Recipe, dials: Dials) -> Recipe:
-    layer = LayerSpec(mixer=AttnSpec(), mlp=MLPSpec(hidden=4 * dials.dim, activation="gelu"))
+    damped = Term(source="mixer", weight=Fixed(value=(2 * dials.num_layers) ** -0.5))
+    layer = LayerSpec(
+        mixer=AttnSpec(),
+        mlp=MLPSpec(hidden=4 * dials.dim, activation="gelu"),
+        after_mixer=(Term(source="x"), damped),
+    )
     return replace(
         parent,
         name="gpt2-rotary",
@@ -44,7 +55,6 @@ def gpt2_rotary(parent: Recipe, dials: Dials) -> Recipe:
             norm="rms",
             norm_eps=1e-6,
             bias=False,
-            attn_branch_scale=(2 * dials.num_layers) ** -0.5,
             init=InitSpec(head="as_linear", projections="as_linear"),
         ),
         train=replace(parent.train, num_steps=9536, grad_clip=None),
@@ -88,7 +98,6 @@ def modern(parent: Recipe, dials: Dials) -> Recipe:
             parent.model,
             layers=(layer,) * dials.num_layers,
             qk_norm=True,
-            attn_branch_scale=1.0,
             init=replace(parent.model.init, projections="zero"),
         ),
         train=replace(parent.train, num_steps=5100),
@@ -99,17 +108,16 @@ def modern(parent: Recipe, dials: Dials) -> Recipe:
 @recipe("residuals", parent="modern", summary="record #9: untied head, value residual, x0 skip, softcap; 8.2 min")
 def residuals(parent: Recipe, dials: Dials) -> Recipe:
     first, *rest = parent.model.layers
-    mixing = tuple(replace(layer, mixer=AttnSpec(value_residual=True)) for layer in rest)
+    mixing = tuple(replace(layer, mixer=AttnSpec(value_residual=True), entry=X0_SKIP) for layer in rest)
     return replace(
         parent,
         name="residuals",
         source="modded-nanogpt records #8 and #9: 3.2791 after 3,200 steps",
         model=replace(
             parent.model,
-            layers=(first, *mixing),
+            layers=(replace(first, entry=X0_SKIP), *mixing),
             tied_head=False,
             embed_norm=True,
-            x0_skip=True,
             softcap=SoftcapSpec(kind="tanh", cap=30.0),
             init=replace(parent.model.init, embed_std=1.0, head="zero"),
         ),
@@ -206,7 +214,7 @@ def _unet(layers: list[LayerSpec]) -> tuple[LayerSpec, ...]:
     down = [replace(layer, tap=f"down{i}") for i, layer in enumerate(layers[:half])]
     middle = layers[half : len(layers) - half]
     up = [
-        replace(layer, skips=(Skip(tap=f"down{i}"),))
+        replace(layer, join=(Term(source="x"), Term(source=f"down{i}", weight=Scalar(init=1.0, role="skip"))))
         for i, layer in zip(range(half)[::-1], layers[-half:], strict=True)
     ]
     return (*down, *middle, *up)
@@ -221,12 +229,12 @@ def _sub3_layer(i: int, dials: Dials) -> LayerSpec:
     depth, half = dials.num_layers, dials.num_layers // 2
     mlp = MLPSpec(hidden=4 * dials.dim, activation="relu2")
     if half >= 3 and i == half + 1:
-        return LayerSpec(mixer=None, mlp=mlp)
+        return LayerSpec(mixer=None, mlp=mlp, entry=X0_SKIP)
     from_end, tables = min(i, depth - 1 - i), min(3, half)
     table = i if i < tables else i - (depth - tables)
+    rows = Term(source=f"table{table}", weight=Scalar(init=0.5, role="table_weight"))
     mixer = AttnSpec(
         window="long" if from_end in (0, half - 2) else "short",
-        value_scale=0.5,
-        value_table=table if from_end < tables else None,
+        values=(Term(source="v", weight=Scalar(init=0.5, role="value_scale")), *([rows] if from_end < tables else [])),
     )
-    return LayerSpec(mixer=mixer, mlp=mlp)
+    return LayerSpec(mixer=mixer, mlp=mlp, entry=X0_SKIP)

@@ -1,7 +1,7 @@
 """From the loader's batches to what the model is called with."""
 
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,7 +39,7 @@ class ModelStage:
         """Call it outside compiled code, before the step. The softmax scale from here on; None is the model's own."""
         config = self._model.config
         if config.rotary.yarn and plan.yarn != self._windows:
-            factor = cast(Any, self._model).set_windows(plan.yarn)
+            factor = self._model.set_windows(plan.yarn)
             base = config.head_dim**-0.5 if config.attn_scale is None else config.attn_scale
             self._windows, self._scale = plan.yarn, base * factor
         return self._scale

@@ -19,11 +19,12 @@ from nanosprint.data.tokenizers import Tokenizer, load_tokenizer
 from nanosprint.errors import UserError
 from nanosprint.model.context import NO_CONTEXT, Context
 from nanosprint.model.gpt import GPT
-from nanosprint.model.head import Linear
-from nanosprint.model.linear import linear
+from nanosprint.model.head import HeadLoss
 from nanosprint.model.roles import collect_roles
 from nanosprint.ops.attention import BACKENDS
-from nanosprint.ops.fp8 import fp8_linear_for
+from nanosprint.ops.fp8 import has_fp8
+from nanosprint.ops.head_loss import Fp8Scales, head_loss
+from nanosprint.ops.softcap_xent import uses_kernel
 from nanosprint.optim.build import DTYPES, Optimizers
 from nanosprint.training import distributed
 from nanosprint.training.distributed import World
@@ -136,22 +137,27 @@ def build_state(recipe: Recipe, execution: Execution, seed: int, device: torch.d
         attention=execution.attention,
         compute_dtype=compute,
         stream_dtype=stream,
-        head_linear=_head_linear(recipe, execution, device),
+        head_loss=_head_loss(recipe, execution, device),
     )
     model.init_weights(seed)
     model.extend(recipe.max_seq_len)
     model.to(device=device, dtype=wide)
+    if recipe.precision.fp8_mlp is not None and execution.fp8 != "off" and has_fp8(device):
+        model.train_mlps_in_fp8(recipe.precision.fp8_mlp)
+        model.refresh(0)
     optimizers = Optimizers(dict(model.named_parameters()), collect_roles(model), recipe.groups, recipe.precision)
     return TrainState(model, optimizers)
 
 
-def _head_linear(recipe: Recipe, execution: Execution, device: torch.device) -> Linear:
-    """The head's product in training: in FP8 where recipe, execution and device have it."""
+def _head_loss(recipe: Recipe, execution: Execution, device: torch.device) -> HeadLoss | None:
+    """What computes the head's product and loss in training: the one operator for both where it pays, else autograd.
+
+    It pays where the kernel of the loss runs; an FP8 head needs it everywhere.
+    """
     spec = recipe.precision.fp8_head
-    if spec is None or execution.fp8 == "off":
-        return linear
-    gradient = spec.gradient / recipe.train.batch_tokens  # the loss that is differentiated is a mean
-    return partial(fp8_linear_for(device), x_s=spec.x, w_s=spec.weight, g_s=gradient)
+    if spec is not None and execution.fp8 != "off" and has_fp8(device):
+        return partial(head_loss, scales=Fp8Scales(spec.x, spec.weight, spec.gradient))
+    return head_loss if execution.compute == "bf16" and uses_kernel(device) else None
 
 
 def compiled(model: GPT, execution: Execution) -> LossSum:

@@ -89,10 +89,10 @@ def test_diff_names_each_changed_leaf():
 def test_diff_of_items_that_change_alike_is_one_line():
     old = to_dict(load_recipe("tiny", {"model.num_layers": 5}))
     changed = {"model.num_layers": 5, **{f"model.layers.{i}.mlp.hidden": 64 for i in (0, 1, 3)}}
-    new = to_dict(load_recipe("tiny", {**changed, "model.layers.4.tap": "x", "model.norm_eps": 0.5}))
+    new = to_dict(load_recipe("tiny", {**changed, "model.layers.4.tap": "a", "model.norm_eps": 0.5}))
     assert diff_lines(old, new) == [
         "model.layers.0-1,3.mlp.hidden: 128 -> 64",
-        'model.layers.4.tap: null -> "x"',
+        'model.layers.4.tap: null -> "a"',
         "model.norm_eps: null -> 0.5",
     ]
 
@@ -101,3 +101,33 @@ def test_groups_are_compared_by_role():
     lines = diff_lines(to_dict(load_recipe("gpt2")), to_dict(load_recipe("gpt2-rotary")))
     assert "groups.matrix.lr: 0.0006 -> 0.0018" in lines
     assert any(line.startswith('groups.vector: {"role": "vector"') and line.endswith("-> null") for line in lines)
+
+
+def test_sums_are_printed_as_formulas_and_other_classes_as_a_whole():
+    old = to_dict(load_recipe("tiny"))
+    gate = {"kind": "Gate", "reads": [{"source": "x0", "dims": 4}], "role": "skip", "scale": 2.0}
+    share = {"kind": "Scalar", "init": -1.5, "role": "skip", "sigmoid": True}
+    terms = [
+        {"source": "x", "weight": {"kind": "Fixed", "value": 0.5}},
+        {"source": "x0", "weight": {"kind": "Product", "factors": [share, gate]}},
+    ]
+    new = to_dict(load_recipe("tiny", {"model.layers.1.entry": terms, "groups.0.rule": {"kind": "AdamConfig"}}))
+    lines = diff_lines(old, new)
+    assert "model.layers.1.entry: [] -> 0.5*x + sigmoid(skip[-1.5])*2.0*gate.skip(x0:4)*x0" in lines
+    assert any(line.startswith('groups.matrix.rule: {"kind": "MuonConfig"') for line in lines)
+    nets = [{"name": "a"}]
+    columns = [{"source": "x"}, {"source": "x0", "weight": {"kind": "Column", "net": "a", "init": 0.5, "width": 1}}]
+    net = to_dict(load_recipe("tiny", {"model.nets": nets, "model.input_nets": ["a"], "model.output": columns}))
+    assert "model.output: x -> x + net.a[0.5]x1*x0" in diff_lines(old, net)
+
+
+def test_lists_of_objects_of_other_lengths_are_compared_item_by_item():
+    two, three = (to_dict(load_recipe("tiny", {"model.num_layers": n})) for n in (2, 3))
+    assert [line[:22] for line in diff_lines(two, three)] == ["model.layers.2: null ->"[:22]]
+
+
+def test_the_class_of_an_item_of_a_tuple_survives():
+    product = {"kind": "Product", "factors": [{"kind": "Fixed", "value": 2.0}, {"kind": "Fixed", "value": 3.0}]}
+    recipe = load_recipe("tiny", {"model.output": [{"source": "x", "weight": product}]})
+    assert from_dict(type(recipe), to_dict(recipe)) == recipe
+    assert recipe.hash != load_recipe("tiny").hash

@@ -14,12 +14,12 @@ from nanosprint.recipes import load_recipe
 from nanosprint.training.batch import random_input
 from nanosprint.training.setup import build_state, compiled
 from nanosprint.training.warmup import new_graphs
-from tests.recipes.test_ladder import LADDER, PACKED, SMALL
+from tests.recipes.test_ladder import LADDER, UPPER, small
 
 
-@pytest.mark.parametrize("name", [n for n in LADDER if n != "soap"])
+@pytest.mark.parametrize("name", [n for n in (*LADDER, *UPPER) if n not in ("soap", "record-third")])
 def test_one_graph_and_the_same_numbers(name):
-    recipe = load_recipe(name, {**SMALL, **(PACKED if name in ("longwindow", "sub3") else {})})
+    recipe = load_recipe(name, small(name))
     execution = Execution(device="cpu", compute="fp32", attention="sdpa", compile="off", fp8="off")
     state = build_state(recipe, execution, 0, torch.device("cpu"))
     model = state.model
@@ -52,7 +52,7 @@ def test_one_graph_and_the_same_numbers(name):
 @pytest.mark.parametrize(("attention", "graphs_expected"), [("reference", 1), ("sdpa", 3)])
 def test_windows_are_arguments_or_constants_of_the_graph(attention, graphs_expected, monkeypatch):
     """Three steps whose windows and documents differ; the numbers are those of the eager model with ints."""
-    recipe = load_recipe("sub3", {**SMALL, **PACKED})
+    recipe = load_recipe("sub3", small("sub3"))
     execution = Execution(
         device="cpu", compute="fp32", attention=attention, compile="default", fp8="off", activation_budget=1.0
     )
@@ -87,7 +87,7 @@ def test_graphs_to_warm_up():
 @torch._functorch.config.patch(activation_memory_budget=1.0)  # what is set within is put back
 @pytest.mark.parametrize("name", ["gpt2", "sub3"])
 def test_fewer_activations_kept_are_the_same_gradients(name, monkeypatch):
-    recipe = load_recipe(name, {**SMALL, **(PACKED if name == "sub3" else {})})
+    recipe = load_recipe(name, small(name))
     kept, gradients = {}, {}
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager_decomp_partition"))
     for budget in (1.0, 0.1):

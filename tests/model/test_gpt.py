@@ -12,8 +12,14 @@ from nanosprint.model.context import NO_CONTEXT
 from nanosprint.model.gpt import GPT, mean_keys
 from nanosprint.model.head import softcap
 from nanosprint.recipes import all_recipes, load_recipe
+from tests.recipes.test_ladder import LADDER, UPPER, small
 
 TINY_GPT2 = ["model.dim=24", "model.num_heads=3", "model.num_layers=2", "model.vocab_size=50", "model.seq_len=16"]
+X0_ENTRY = [
+    {"source": "x", "weight": {"kind": "Scalar", "init": 1.0, "role": "entry"}},
+    {"source": "x0", "weight": {"kind": "Scalar", "init": 0.0, "role": "entry"}},
+]
+X0_SKIP = {f"model.layers.{i}.entry": X0_ENTRY for i in range(2)}
 TINY_GPT2 += ["train.batch_tokens=128", "eval.seq_len=16"]
 
 
@@ -25,6 +31,10 @@ def build(name, overrides, seed=3):
         for p in model.parameters():
             p += 0.1 * torch.randn(p.shape, generator=generator, dtype=p.dtype)
     return model, {n: p.detach() for n, p in model.named_parameters()}
+
+
+def reduced(name):
+    return small(name) if name in (*LADDER, *UPPER) else {}
 
 
 def tokens(vocab_size, *shape, seed=11):
@@ -91,7 +101,7 @@ def modern_logits(ids, w, heads, layers, *, x0=False, mix=False, cap=None):
     for i in range(layers):
         p = f"layers.{i}."
         if x0:
-            x = w[p + "entry"][0] * x + w[p + "entry"][1] * x0_stream
+            x = w[p + "entry.weights.0.value"] * x + w[p + "entry.weights.1.value"] * x0_stream
         q, k, v = (rms(x) @ w[p + "mixer.qkv"].T).chunk(3, -1)
         if mix:
             if first is None:
@@ -111,10 +121,9 @@ def modern_logits(ids, w, heads, layers, *, x0=False, mix=False, cap=None):
 
 @pytest.mark.parametrize("switches", [{}, {"x0": True}, {"mix": True}, {"cap": 5.0}, {"x0": True, "mix": True}])
 def test_modern_block(switches):
-    overrides = []
-    overrides += ["model.x0_skip=true"] if switches.get("x0") else []
-    overrides += ["model.layers.1.mixer.value_residual=true"] if switches.get("mix") else []
-    overrides += ['model.softcap={"cap": 5.0}'] if switches.get("cap") else []
+    overrides = dict(X0_SKIP) if switches.get("x0") else {}
+    overrides |= {"model.layers.1.mixer.value_residual": True} if switches.get("mix") else {}
+    overrides |= {"model.softcap": {"cap": 5.0}} if switches.get("cap") else {}
     model, w = build("tiny", overrides)
     ids = tokens(257, 2, 21)
     truth = torch.stack([modern_logits(row, w, 2, 2, **switches) for row in ids])
@@ -122,16 +131,16 @@ def test_modern_block(switches):
 
 
 def test_skips_by_tap():
-    overrides = ["model.num_layers=3", "model.layers.0.tap=a", 'model.layers.2.skips=[{"tap": "a", "init": 0.5}]']
-    model, _ = build("tiny", overrides)
+    joined = [{"source": "x"}, {"source": "a", "weight": {"kind": "Scalar", "init": 0.5, "role": "skip"}}]
+    overrides = {"model.num_layers": 3, "model.layers.0.tap": "a", "model.layers.2.join": joined}
+    model, w = build("tiny", overrides)
     ids = tokens(257, 1, 9)
     x = x0 = rms(F.embedding(ids, model.embed.weight))
     outputs = []
     for i, layer in enumerate(model.layers):
         if i == 2:
-            x = x + model.layers[2].skip_weights[0] * outputs[0]
-        y, _ = layer.mixer(rms(x), NO_CONTEXT)
-        x = x + y
+            x = x + w["layers.2.join.weights.1.value"] * outputs[0]
+        x = x + layer.mixer(rms(x), NO_CONTEXT, {}, {})
         x = x + layer.mlp(rms(x))
         outputs.append(x)
     torch.testing.assert_close(model.hidden(ids), rms(x))
@@ -142,7 +151,7 @@ def test_initial_values_make_switches_the_identity():
     """x0 skip and softcap wide open start as if they were not there; zero projections make each block the identity."""
     plain = GPT(load_recipe("tiny").model, compute_dtype=torch.float64).double()
     plain.init_weights(3)
-    skip = GPT(load_recipe("tiny", {"model.x0_skip": True}).model, compute_dtype=torch.float64).double()
+    skip = GPT(load_recipe("tiny", X0_SKIP).model, compute_dtype=torch.float64).double()
     skip.init_weights(3)
     ids = tokens(257, 2, 12)
     torch.testing.assert_close(plain.hidden(ids), skip.hidden(ids))
@@ -184,8 +193,11 @@ def test_rotary_scores_depend_on_distance_only():
 
 @pytest.mark.parametrize("name", list(all_recipes()))
 def test_cache_gives_the_same_logits(name):
-    small = TINY_GPT2[:4] if name == "gpt2" else []
-    model, _ = build(name, small)
+    model, _ = build(name, reduced(name))
+    if not model.config.steps_with_cache:
+        with pytest.raises(ValueError, match="look across tokens"):
+            model.new_caches(2, 14)
+        return
     vocab_size = model.config.vocab_size
     history = model.config.history
     ids = tokens(vocab_size, 2, history + 14)
@@ -197,7 +209,7 @@ def test_cache_gives_the_same_logits(name):
 
 @pytest.mark.parametrize("name", list(all_recipes()))
 def test_tokens_do_not_see_the_future(name):
-    model, _ = build(name, TINY_GPT2[:4] if name == "gpt2" else [])
+    model, _ = build(name, reduced(name))
     place = model.config.history + 7
     ids = tokens(model.config.vocab_size, 1, place + 5)
     changed = ids.clone()

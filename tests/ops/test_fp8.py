@@ -78,7 +78,7 @@ def test_copies_on_a_gpu_are_those_of_the_formula(source, dtype):
         x = torch.randn(rows, cols, device="cuda") * 20
         x = fp8.quantize(x, 0.1, dtype) if source == "ready" else x.to(source)
         expected = x if source == "ready" else fp8.quantize(x, 0.1, dtype)
-        plain, turned = fp8._quantize_pair(x, 0.1, dtype)
+        plain, turned = fp8.quantize_pair(x, 0.1, dtype)
         assert torch.equal(plain.view(torch.uint8), expected.view(torch.uint8))
         assert torch.equal(turned.view(torch.uint8), fp8._turned(expected).view(torch.uint8))
 
@@ -194,18 +194,13 @@ def test_only_one_gradient_wanted():
     assert x.grad is None
 
 
-def test_device_choice(monkeypatch, caplog):
-    assert fp8.fp8_linear_for("cpu") is fp8.fp8_linear
-    assert not fp8.supports_fp8("meta")
+def test_device_choice(caplog):
+    assert fp8.has_fp8("cpu")
     fp8._warn_without_fp8.cache_clear()
     with caplog.at_level(logging.WARNING):
-        linear = fp8.fp8_linear_for("meta")
-        fp8.fp8_linear_for("meta")
+        assert not fp8.has_fp8("meta")
+        assert not fp8.has_fp8("meta")
     assert caplog.text.count("no FP8") == 1
-    x, weight, g = case(16, 32, 48)
-    y, dx, dw = run(x, weight, g, linear)
-    assert relative(y, x.detach().double() @ weight.detach().double().T) < 5e-3
-    assert (y.dtype, dx.shape, dw.shape) == (torch.bfloat16, x.shape, weight.shape)
 
 
 def test_user_mistakes():

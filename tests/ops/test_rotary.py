@@ -21,6 +21,12 @@ def formula(x, cos, sin):
     return torch.cat((turned.real, turned.imag), dim=-1)
 
 
+def neighbours(x, cos, sin):
+    """The same number by number: dimensions 2i and 2i + 1 are the parts of one."""
+    z = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous()) * torch.complex(cos, -sin)[:, None]
+    return torch.view_as_real(z).flatten(-2)
+
+
 def all_three(qkv, H, cos, sin):
     q, k, v = qkv.unflatten(-1, (3, H, -1)).unbind(2)
     q, k = (formula(t / (t * t).mean(-1, keepdim=True).add(EPS).sqrt(), cos, sin) for t in (q, k))
@@ -38,6 +44,42 @@ def test_rotate_in_float64(B, S, H, K):
     x = torch.randn(B, S, H, K, dtype=torch.float64, requires_grad=True)
     torch.testing.assert_close(rotate(x, cos, sin), formula(x, cos, sin), rtol=1e-12, atol=1e-12)
     assert torch.autograd.gradcheck(lambda t: rotate(t, cos, sin), x)
+
+
+@pytest.mark.parametrize(("B", "S", "H", "K"), [(2, 5, 3, 6), (1, 1, 1, 2)])
+def test_rotate_neighbours(B, S, H, K):
+    cos, sin = angles(S, K // 2)
+    x = torch.randn(B, S, H, K, dtype=torch.float64, requires_grad=True)
+    torch.testing.assert_close(rotate(x, cos, sin, "neighbours"), neighbours(x, cos, sin), rtol=1e-12, atol=1e-12)
+    assert torch.autograd.gradcheck(lambda t: rotate(t, cos, sin, "neighbours"), x)
+
+
+@pytest.mark.parametrize(("H", "together"), [(3, 1), (6, 2), (4, 4)])
+def test_qk_norm_rotary_of_neighbours(H, together):
+    """Heads in turn are turned by tables that stand side by side."""
+    B, S, K = 2, 5, 4
+    cos, sin = angles(S, together * K // 2)
+    qkv = torch.randn(B, S, 3 * H * K, dtype=torch.float64, requires_grad=True)
+    q, k, v = qkv.unflatten(-1, (3, H, K)).unbind(2)
+    want = []
+    for t in (q, k):
+        normed = t / (t * t).mean(-1, keepdim=True).add(EPS).sqrt()
+        turned = []
+        for h in range(H):
+            part = slice(h % together * K // 2, (h % together + 1) * K // 2)
+            turned.append(neighbours(normed[:, :, h : h + 1], cos[:, part], sin[:, part]))
+        want.append(torch.cat(turned, 2))
+
+    def fused(t):
+        return qk_norm_rotary(t, H, cos, sin, EPS, torch.float64, "neighbours")
+
+    compiled = torch.compile(fused, fullgraph=True, backend="eager")
+    weights = [torch.randn(B, S, H, K, dtype=torch.float64) for _ in range(3)]
+    for out in (fused(qkv), compiled(qkv)):
+        for a, b in zip(out, (*want, v), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+        (a,), (b,) = (torch.autograd.grad(o, qkv, weights, retain_graph=True) for o in (out, (*want, v)))
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -139,6 +181,10 @@ def test_sizes_that_do_not_fit_are_refused():
         rotate(torch.randn(1, 5, 1, 5), cos, sin)
     with pytest.raises(ValueError, match="does not fit"):
         qk_norm_rotary(torch.randn(1, 5, 26), 2, cos, sin, EPS, torch.float32)
+    with pytest.raises(ValueError, match="neighbours as pairs"):  # one table for two heads, but pairs of halves
+        qk_norm_rotary(torch.randn(1, 5, 12), 2, cos, sin, EPS, torch.float32)
+    with pytest.raises(ValueError, match="does not fit"):  # three heads by twos
+        qk_norm_rotary(torch.randn(1, 5, 18), 3, cos, sin, EPS, torch.float32, "neighbours")
 
 
 def test_compiles_as_one_graph():

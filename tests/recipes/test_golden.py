@@ -12,12 +12,12 @@ import sys
 from dataclasses import MISSING, fields, is_dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_type_hints
 
 import pytest
 
 from nanosprint import config
-from nanosprint.config.edit import KIND, diff, to_dict
+from nanosprint.config.edit import KIND, diff, item_hint, names_class, to_dict
 from nanosprint.recipes import all_recipes, load_recipe
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -25,22 +25,20 @@ DEFAULTS = "defaults"
 UPDATE = "if that was meant: python tests/recipes/test_golden.py"
 
 
-def deviations(value: Any) -> Any:
+def deviations(value: Any, hint: Any = Any) -> Any:
     """`value` as plain JSON, without the fields that are at their default; equal neighbours in a list are counted."""
     if is_dataclass(value):
         hints = get_type_hints(type(value))
-        out: dict[str, Any] = {}
+        out: dict[str, Any] = {KIND: type(value).__name__} if names_class(hint) else {}
         for f in fields(value):
             item = getattr(value, f.name)
-            if f.default is not MISSING and item == f.default:
-                continue
-            out[f.name] = deviations(item)
-            if is_dataclass(item) and sum(map(is_dataclass, get_args(hints[f.name]))) > 1:
-                out[f.name] = {KIND: type(item).__name__, **out[f.name]}
+            if f.default is MISSING or item != f.default:
+                out[f.name] = deviations(item, hints[f.name])
         return out
     if isinstance(value, tuple):
         runs = [(item, len(list(run))) for item, run in groupby(value)]
-        return [deviations(item) if n == 1 else {"times": n, "each": deviations(item)} for item, n in runs]
+        plain = [(deviations(item, item_hint(hint, 0)), n) for item, n in runs]
+        return [item if n == 1 else {"times": n, "each": item} for item, n in plain]
     return value
 
 

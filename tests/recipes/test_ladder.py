@@ -27,6 +27,14 @@ SMALL = {
 }
 PACKED = {"model.document_start": 256, "data.mean_document": 4, "model.seq_len": 128, "eval.seq_len": 128}
 LADDER = ["gpt2", "gpt2-rotary", "muon", "modern", "residuals", "soap", "longwindow", "sub3"]
+UPPER = ["normuon", "paired", "record", "record-third"]
+
+
+def small(name, **more):
+    """Overrides that make a recipe of the ladder small enough for tests."""
+    packed = PACKED if name in ("longwindow", "sub3", *UPPER) else {}
+    heads = {"model.num_heads": 2, "model.num_layers": 6} if name in UPPER else {}  # paired heads come by twos
+    return {**SMALL, **packed, **heads, **more}
 
 
 @pytest.mark.parametrize(
@@ -59,9 +67,9 @@ def test_each_rung_is_its_parent_plus_a_diff(child, expected):
     assert len(lines) < 30
 
 
-@pytest.mark.parametrize("name", LADDER)
+@pytest.mark.parametrize("name", [*LADDER, *UPPER])
 def test_every_rung_trains_at_reduced_size_by_overrides_alone(name, tmp_path, tiny_data):
-    recipe = load_recipe(name, {**SMALL, **(PACKED if name in ("longwindow", "sub3") else {})})
+    recipe = load_recipe(name, small(name))
     train(recipe, out=tmp_path / "run", data=tiny_data, execution={"device": "cpu"})
     record = RunRecord.load(tmp_path / "run")
     assert record.status == "finished"

@@ -1,9 +1,9 @@
-"""Value tables: token tables whose rows are added to the values of chosen attention layers.
+"""Value tables: token tables whose rows are sources that the values of chosen attention layers name.
 
     v_t <- lambda_1 v_t + lambda_2 T[token_t]
 
 A layer's values then carry what a token is, undisturbed by the layers below, for a look-up and no arithmetic. Speedrun
-records #14 to #17; the idea follows value residual learning (Zhou et al. 2024, arXiv:2410.17897).
+records #14 to #17, gated since #55; the idea follows value residual learning (Zhou et al. 2024, arXiv:2410.17897).
 """
 
 import torch
@@ -15,7 +15,7 @@ from nanosprint.model.roles import Role
 
 
 class ValueTables(nn.Module):
-    """Tokens (B, S) -> one (B, S, D) tensor for each table."""
+    """Tokens (B, S) -> the sources "table0", "table1", ..., (B, S, D) each."""
 
     ROLES = {"weight": Role("embed.value")}
 
@@ -27,7 +27,10 @@ class ValueTables(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator) -> None:
-        self.weight.normal_(0.0, self.config.init.embed_std, generator=generator)
+        init = self.config.init
+        std = init.embed_std if init.value_table_std is None else init.value_table_std
+        self.weight.normal_(0.0, std, generator=generator)
 
-    def forward(self, tokens_BS: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        return F.embedding(tokens_BS, self.weight).to(dtype).chunk(self.config.value_tables, dim=-1)
+    def forward(self, tokens_BS: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+        rows = F.embedding(tokens_BS, self.weight).to(dtype).chunk(self.config.value_tables, dim=-1)
+        return {f"table{i}": row for i, row in enumerate(rows)}

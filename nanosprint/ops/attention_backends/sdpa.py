@@ -1,9 +1,8 @@
 """PyTorch's scaled_dot_product_attention: the default on CPU, and three names for dense rows on a GPU.
 
 Rows without documents or window go to the fused causal kernel. Otherwise a boolean mask says what is visible. A mask
-of S² entries a row would be 2.4 GB for one row of 49,152 tokens, and each entry is worked on; but no query looks
-further back than `reach` tokens. So rows are cut into chunks of C >= reach tokens, and the queries of a chunk meet the
-keys of their own and of the chunk before: 2 S C mask entries and scores, with keys and values copied once.
+of S² entries a row would be 2.4 GB for one row of 49,152 tokens, and each entry is worked on; so rows are cut into
+chunks (`bands.py`), whose mask is 2 S C.
 """
 
 import torch
@@ -11,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from nanosprint.ops.attention_backends.bands import band_mask, chunked, with_chunk_before
 from nanosprint.ops.attention_backends.contract import (
     Attention,
     Documents,
@@ -78,19 +78,11 @@ def _chunked(
 ) -> Tensor:
     """Chunks become rows of `chunk` queries that see 2 `chunk` keys; one chunk a row sees only itself."""
     B, S, H, K = q_BSHK.shape
-    num_chunks = -(-S // chunk)
-    padding = num_chunks * chunk - S
-    first = first_key(B, S, window, documents, q_BSHK.device)
-    position = torch.arange(num_chunks * chunk, device=q_BSHK.device, dtype=torch.int32)
-    # Padding sees itself: a query that sees nothing would give NaN, and NaN times a gradient of zero is NaN.
-    first = torch.where(position < S, F.pad(first, (0, padding)), position)
-    q, k, v = (F.pad(t, (0, 0, 0, 0, 0, padding)).reshape(B, num_chunks, chunk, H, K) for t in (q_BSHK, k_BSHK, v_BSHK))
-    key = position.view(num_chunks, 1, chunk)
+    mask = band_mask(B, S, window, documents, chunk, q_BSHK.device)
+    num_chunks = mask.size(1)
+    q, k, v = (chunked(t, chunk) for t in (q_BSHK, k_BSHK, v_BSHK))
     if num_chunks > 1:
-        k, v = (torch.cat((F.pad(t, (0, 0) * 3 + (1, 0))[:, :-1], t), dim=2) for t in (k, v))
-        key = torch.cat((key - chunk, key), dim=2)
-    query = position.view(num_chunks, chunk, 1)
-    mask = (first.view(-1, num_chunks, chunk, 1) <= key) & (key <= query)
+        k, v = with_chunk_before(k), with_chunk_before(v)
     mask = mask.expand(B, -1, -1, -1).reshape(B * num_chunks, 1, chunk, -1)
     y = _call(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), scale, mask)
     return y.reshape(B, num_chunks * chunk, H, K)[:, :S]
