@@ -37,7 +37,7 @@ def measure(name: str, words: dict[str, str], steps: int, profile_steps: int) ->
     device = pick_device(wanted.get("device", "auto"))
     world = World(0, 1, device)
     execution = resolve(apply_overrides(Execution(), wanted), recipe, world)
-    lanes, started = execution.lanes_per_microbatch, time.perf_counter()
+    lanes, parts, started = execution.lanes_per_microbatch, execution.parts_per_microbatch, time.perf_counter()
     micro_batches = recipe.train.lanes // lanes
     state = build_state(recipe, execution, 0, device)
     loss_sum = compiled(state.model, execution)
@@ -48,15 +48,16 @@ def measure(name: str, words: dict[str, str], steps: int, profile_steps: int) ->
         lanes,
         micro_batches,
         compiled=False,  # one graph: the others are not timed
+        parts=parts,
     )
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     plan = recipe.plan(recipe.train.num_steps // 2)
     rows = plan.batch_tokens // recipe.train.lanes // plan.seq_len * lanes
-    batch = random_input(recipe, plan, rows, device, ModelStage(state.model).enter(plan))
+    batch = random_input(recipe, plan, rows, device, ModelStage(state.model).enter(plan), parts)
 
     def step() -> None:
-        train_step(loss_sum, state.optimizers, [batch] * micro_batches, plan, recipe.train.grad_clip)
+        train_step(loss_sum, state.optimizers, [batch] * micro_batches * parts, plan, recipe.train.grad_clip)
         if device.type == "cuda":
             torch.cuda.synchronize()
 

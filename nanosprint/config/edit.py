@@ -261,6 +261,8 @@ def _convert_union(hint: Any, value: Any, path: str) -> Any:
 
 
 def _convert_literal(hint: Any, value: Any, path: str) -> Any:
+    if value is None and "none" in get_args(hint):  # the word, read from a command line
+        return "none"
     for choice in get_args(hint):
         if value == choice and type(value) is type(choice):
             return choice

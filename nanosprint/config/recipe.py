@@ -208,6 +208,7 @@ class Recipe:
         self._validate_eval()
         self._validate_documents()
         self._validate_windows()
+        self._validate_contradictions()
         self._validate_precision()
         if self.train.grad_clip is not None and any(g.every > 1 for g in self.groups):
             raise ValueError(
@@ -259,7 +260,7 @@ class Recipe:
     def _validate_numbers(self) -> None:
         """Numbers whose nonsense would show itself late, or never."""
         train, lr, windows = self.train, self.schedule.lr, self.schedule.windows
-        checks = [
+        checks: list[tuple[str, Any, bool, str]] = [
             ("train.log_every", train.log_every, train.log_every >= 1, "at least 1"),
             ("train.checkpoint_every", train.checkpoint_every, train.checkpoint_every >= 0, "0 (by time only) or more"),
             ("train.grad_clip", train.grad_clip, train.grad_clip is None or train.grad_clip > 0, "positive, or none"),
@@ -267,6 +268,7 @@ class Recipe:
             ("eval.every", self.eval.every, self.eval.every >= 0, "0 (only at the end) or more"),
             ("eval.batch_tokens", self.eval.batch_tokens, self.eval.batch_tokens >= 1, "at least 1"),
             ("data.mean_document", self.data.mean_document, self.data.mean_document >= 1, "at least 1"),
+            ("eval.tokens", self.eval.tokens, self.eval.tokens is None or self.eval.tokens >= 1, "at least 1, or none"),
             ("data.spare_documents", self.data.spare_documents, self.data.spare_documents >= 1, "at least 1"),
             ("schedule.windows.block", windows and windows.block, windows is None or windows.block >= 1, "at least 1"),
         ]
@@ -274,10 +276,77 @@ class Recipe:
             checks += [
                 (f"groups.{i}.lr", group.lr, 0 <= group.lr < float("inf"), "0 or more, and finite"),
                 (f"groups.{i}.every", group.every, group.every >= 1, "at least 1"),
+                (f"groups.{i}.weight_decay", group.weight_decay, group.weight_decay >= 0, "0 or more"),
             ]
+            for name in ("betas", "momentum"):
+                value = getattr(group.rule, name, ())
+                fits = all(0 <= beta < 1 for beta in (value if isinstance(value, tuple) else (value,)))
+                checks.append((f"groups.{i}.rule.{name}", value, fits, "at least 0 and below 1"))
+        checks += [*self._model_numbers(), *self._schedule_numbers()]
         for key, value, fits, expected in checks:
             if not fits:
                 raise ValueError(f"{key}={value}: it must be {expected}")
+
+    def _model_numbers(self) -> list[tuple[str, Any, bool, str]]:
+        """Key, value, whether it fits, and what would: of the model's constants."""
+        model, fp8 = self.model, self.precision.fp8_head
+        checks = [("model.attn_scale", model.attn_scale, model.attn_scale is None or model.attn_scale > 0, "positive")]
+        if model.softcap is not None:
+            cap, width = model.softcap.cap, model.softcap.width
+            checks += [
+                ("model.softcap.cap", cap, cap > 0, "positive"),
+                ("model.softcap.width", width, width > 0, "positive"),
+            ]
+        if fp8 is not None:
+            checks += [
+                (f"precision.fp8_head.{name}", getattr(fp8, name), getattr(fp8, name) > 0, "positive")
+                for name in ("x", "weight", "gradient")
+            ]
+        return checks
+
+    def _schedule_numbers(self) -> list[tuple[str, Any, bool, str]]:
+        """The same of the curves."""
+        momentum, windows = self.schedule.momentum, self.schedule.windows
+        checks: list[tuple[str, Any, bool, str]] = []
+        if momentum is not None:
+            checks += [
+                (f"schedule.momentum.{name}", value, 0 <= value < 1, "at least 0 and below 1")
+                for name, value in (("start", momentum.start), ("end", momentum.end))
+            ]
+        if windows is not None:
+            share = windows.short_fraction
+            checks += [
+                ("schedule.windows.start", windows.start, windows.start >= 0, "0 or more"),
+                ("schedule.windows.end", windows.end, windows.end >= 1, "at least 1"),
+                ("schedule.windows.short_fraction", share, 0 < share <= 1, "above 0 and at most 1"),
+            ]
+        return checks
+
+    def _validate_contradictions(self) -> None:
+        """Switches that each work, but not together, or that would be turned without any effect."""
+        model, roles = self.model, [group.role for group in self.groups]
+        start = model.document_start
+        windowed = any(layer.mixer is not None and layer.mixer.window != "full" for layer in model.layers)
+        twice = sorted({role for role in roles if roles.count(role) > 1})
+        if start is not None and not 0 <= start < model.vocab_size:
+            raise ValueError(
+                f"model.document_start={start} is no token: model.vocab_size={model.vocab_size}. Set it to the "
+                "tokenizer's start of a document (50256 for GPT-2's tokens), or to none"
+            )
+        if self.schedule.windows is not None and not windowed:
+            raise ValueError(
+                "schedule.windows is set, but every layer sees everything: set model.layers.N.mixer.window to long or "
+                "short where they are meant, or schedule.windows=none"
+            )
+        if twice:
+            raise ValueError(
+                f"groups name the role {twice[0]!r} more than once: merge them, or name a longer role in one"
+            )
+        if model.tied_head and not model.head_copy and "head" in roles:
+            raise ValueError(
+                "groups have the role 'head', but model.tied_head leaves the head no weight of its own: drop that "
+                "group, or set model.tied_head=false"
+            )
 
     def _validate_windows(self) -> None:
         known = self.schedule.windows is not None or self.schedule.stages is not None
@@ -335,12 +404,15 @@ class Execution:
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     gpus: int = 1  # processes, on CPU too
     lanes_per_microbatch: int | Literal["auto"] = "auto"
+    parts_per_microbatch: int | Literal["auto"] = "auto"  # that its rows are dealt to; more only where memory is short
     compute: Literal["auto", "bf16", "fp32", "fp64"] = "auto"  # never below the recipe's precision
     attention: Literal["auto", "sdpa", "batched", "cudnn", "flash", "flex", "fa2", "fa3", "fa4", "reference"] = "auto"
     compile: Literal["auto", "off", "default", "max-autotune"] = "auto"
     fp8: Literal["auto", "off"] = "auto"  # "off" does in bf16 what the recipe has in FP8
     threads: int = 0  # CPU threads per process; 0 leaves torch's choice
     allocator: Literal["auto", "default", "expandable"] = "auto"
+    activation_budget: float | Literal["auto"] = "auto"  # share kept for the backward pass; the rest is computed again
+    memory_gb: float | None = None  # 10^9 bytes of GPU memory a process may take: to try what a smaller card can do
 
 
 def _scale_steps(config: Any, num_steps: int, old: int) -> Any:

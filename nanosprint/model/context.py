@@ -1,10 +1,13 @@
 """What layers need to know of a batch besides its tokens."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from torch import Tensor
 
-from nanosprint.ops.attention import Documents
+from nanosprint.ops.attention import Documents, Limit, as_data
+
+_LONG_DOCUMENT = 2048  # tokens; most batches of tens of thousands of tokens hold one longer than half of that
 
 
 class LossTensors(NamedTuple):
@@ -21,14 +24,33 @@ class Context(NamedTuple):
     """
 
     documents: Documents | None = None
-    short: int | None = None
-    long: int | None = None
+    short: Limit | None = None
+    long: Limit | None = None
     attn_scale: float | None = None
     loss: LossTensors | None = None
 
-    def window(self, name: str) -> int | None:
+    def window(self, name: str) -> Limit | None:
         """The window that a layer's spec names, in tokens; None sees everything before."""
         return {"full": None, "short": self.short, "long": self.long}[name]
+
+    def with_data(self) -> "Context":
+        """The same with limits as data, so that a compiled graph serves all values."""
+        return self._limited(as_data)
+
+    def with_ints(self) -> "Context":
+        """The same with limits as ints, each a graph of its own, and a round number for the longest document."""
+        own = self._limited(int)
+        if own.documents is None:
+            return own
+        longest = max(_LONG_DOCUMENT, 1 << (int(own.documents.max_seq_len) - 1).bit_length())
+        return own._replace(documents=own.documents._replace(max_seq_len=longest))
+
+    def _limited(self, convert: Callable[[int], Limit]) -> "Context":
+        documents = self.documents
+        if documents is not None:
+            documents = documents._replace(max_seq_len=convert(int(documents.max_seq_len)))
+        short, long = (None if window is None else convert(int(window)) for window in (self.short, self.long))
+        return self._replace(documents=documents, short=short, long=long)
 
 
 NO_CONTEXT = Context()

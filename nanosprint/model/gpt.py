@@ -27,7 +27,7 @@ from nanosprint.model.rotary import Rotary
 from nanosprint.model.techniques.bigram import BigramTable
 from nanosprint.model.techniques.gate_net import GateNets
 from nanosprint.model.techniques.value_tables import ValueTables
-from nanosprint.ops.attention import backend
+from nanosprint.ops.attention import Limit, backend
 
 
 class GPT(nn.Module):
@@ -196,8 +196,9 @@ def _rotary(config: ModelConfig) -> Rotary | None:
     return Rotary(config.rotary, config.head_dim, config.seq_len, places=2 if paired else 1)
 
 
-def mean_keys(seq_len: int, window: int | None) -> float:
+def mean_keys(seq_len: int, window: Limit | None) -> float:
     """How many keys a query of a causal row sees on average, itself included."""
+    window = None if window is None else int(window)
     if window is None or window >= seq_len:
         return (seq_len + 1) / 2
     return window + 1 - window * (window + 1) / (2 * seq_len)

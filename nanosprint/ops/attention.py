@@ -1,7 +1,8 @@
 """Causal self-attention behind one signature; the back end is chosen when a model is built, never inside forward.
 
 Every back end computes softmax(scale q kᵀ) v over the keys that a query may see: those of its own document, at most
-`window` tokens to the left, none to the right (`attention_backends/contract.py`). They differ in speed and rounding.
+`window` tokens to the left, none to the right (`attention_backends/contract.py`). They differ in speed and rounding,
+and in whether a compiled graph takes the window as data or is made anew for each (`Backend.bakes_limits`).
 
 | name      | where                | documents, window | how |
 |-----------|----------------------|-------------------|-----|
@@ -18,7 +19,15 @@ Every back end computes softmax(scale q kᵀ) v over the keys that a query may s
 
 import torch
 
-from nanosprint.ops.attention_backends.contract import Attention, Documents, check_documents, pack_documents
+from nanosprint.ops.attention_backends.contract import (
+    Attention,
+    Documents,
+    Limit,
+    as_data,
+    check_documents,
+    pack_documents,
+    times,
+)
 from nanosprint.ops.attention_backends.reference import reference
 from nanosprint.ops.attention_backends.sdpa import sdpa
 from nanosprint.ops.attention_backends.table import TABLE, Backend, Needs
@@ -28,6 +37,8 @@ __all__ = [
     "BACKENDS",
     "Attention",
     "Documents",
+    "Limit",
+    "as_data",
     "available",
     "backend",
     "check_documents",
@@ -36,6 +47,7 @@ __all__ = [
     "reference",
     "require",
     "sdpa",
+    "times",
 ]
 
 

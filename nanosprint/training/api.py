@@ -233,9 +233,12 @@ class _Session:
         """How the run is carried out, in a few words."""
         execution = self.request.execution
         words = [f"{self.world.size} x {execution.device}", str(execution.compute), f"attention {execution.attention}"]
-        return ", ".join(
-            [*words, f"compile {execution.compile}", f"{execution.lanes_per_microbatch} lanes a micro-batch"]
-        )
+        words += [f"compile {execution.compile}", f"{execution.lanes_per_microbatch} lanes a micro-batch"]
+        if execution.parts_per_microbatch != 1:
+            words.append(f"in {execution.parts_per_microbatch} parts")
+        if execution.activation_budget != 1:
+            words.append(f"{execution.activation_budget:.0%} of the activations kept")
+        return ", ".join(words)
 
     def _meter(self) -> EnergyMeter:
         """This process's share of the energy: its own GPU, or on a CPU the whole machine for one process of it."""

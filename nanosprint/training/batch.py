@@ -14,8 +14,6 @@ from nanosprint.model.context import Context, LossTensors
 from nanosprint.model.gpt import GPT
 from nanosprint.ops.attention import Documents
 
-_LONG_DOCUMENT = 2048  # tokens; most batches of tens of thousands of tokens hold one longer than half of that
-
 
 class ModelInput(NamedTuple):
     """Arguments of `GPT.loss_sum`."""
@@ -47,13 +45,32 @@ class ModelStage:
         return self._scale
 
 
-def model_inputs(batches: Iterable[Batch], plan: StepPlan, attn_scale: float | None = None) -> Iterator[ModelInput]:
-    """Each batch with what the plan has for it and the ends of its documents. attn_scale: of `ModelStage.enter`."""
+def model_inputs(
+    batches: Iterable[Batch], plan: StepPlan, attn_scale: float | None = None, parts: int = 1
+) -> Iterator[ModelInput]:
+    """Each batch with what the plan has for it and the ends of its documents. attn_scale: of `ModelStage.enter`.
+
+    parts: how many inputs a batch becomes, by its rows.
+    """
     loss: LossTensors | None = None
-    for batch in batches:
+    for batch in (part for whole in batches for part in split_rows(whole, parts)):
         if loss is None and plan.loss is not None:
             loss = loss_tensors(plan.loss, batch.tokens.device)
         yield ModelInput(batch.tokens, batch.targets, context_of(batch.documents, plan, attn_scale, loss))
+
+
+def split_rows(batch: Batch, parts: int) -> Iterator[Batch]:
+    """The batch in `parts` batches of as many rows each. Raises ValueError where its rows cannot be shared so."""
+    rows, rest = divmod(batch.tokens.size(0), parts)
+    if rest:
+        raise ValueError(f"{batch.tokens.size(0)} rows cannot be split into {parts} equal parts")
+    pairs = zip(batch.tokens.split(rows), batch.targets.split(rows), strict=True)
+    for i, (tokens, targets) in enumerate(pairs):
+        documents, size = batch.documents, targets.numel()
+        if documents is not None:
+            # What lies before or behind becomes empty documents: the vector keeps its length, and so the graph.
+            documents = documents._replace(ends=(documents.ends - i * size).clamp(0, size))
+        yield Batch(tokens, targets, documents)
 
 
 def context_of(
@@ -62,16 +79,9 @@ def context_of(
     attn_scale: float | None = None,
     loss: LossTensors | None = None,
 ) -> Context:
-    """A layer's view of them. The bound on documents' lengths is a constant: every new one is a new graph.
-
-    It is the plan's, or else a round number.
-    """
-    bounded = None
-    if documents is not None:
-        rounded = max(_LONG_DOCUMENT, 1 << (documents.longest - 1).bit_length())
-        bounded = Documents(documents.ends, rounded if plan.max_document is None else plan.max_document)
+    """A layer's view of them."""
     return Context(
-        documents=bounded,
+        documents=None if documents is None else Documents(documents.ends, documents.longest),
         short=None if plan.windows is None else plan.windows.short,
         long=None if plan.windows is None else plan.windows.long,
         attn_scale=attn_scale,
@@ -92,9 +102,9 @@ def _on_device(values: Tensor, device: torch.device) -> Tensor:
 
 
 def random_input(
-    recipe: Recipe, plan: StepPlan, rows: int, device: torch.device, attn_scale: float | None = None
+    recipe: Recipe, plan: StepPlan, rows: int, device: torch.device, attn_scale: float | None = None, parts: int = 1
 ) -> ModelInput:
-    """Random tokens in the shapes of a micro-batch of `rows` rows of `plan`, the same at every call."""
+    """Random tokens in the shapes of a micro-batch of `rows` rows of `plan`, or one of its parts, always the same."""
     generator = torch.Generator().manual_seed(0)  # its own, so that the run's random state is not touched
     model, data, seq_len = recipe.model, recipe.data, plan.seq_len
     tokens = torch.randint(model.vocab_size, (rows, model.history + seq_len + 1), generator=generator)
@@ -109,4 +119,4 @@ def random_input(
         longest = document_ends(own, model.document_start, ends.numpy())
         documents = DocumentEnds(ends.to(device), longest)
     batch = Batch(tokens[:, :-1].to(device, torch.int32), targets.to(device), documents)
-    return next(model_inputs([batch], plan, attn_scale))
+    return next(model_inputs([batch], plan, attn_scale, parts))

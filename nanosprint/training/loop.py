@@ -29,6 +29,7 @@ from nanosprint.training.profile import profiled
 from nanosprint.training.setup import Prepared, open_loader
 from nanosprint.training.step import train_step
 from nanosprint.training.stopping import StopRequest
+from nanosprint.training.warmup import validation_batch_tokens
 
 
 @dataclass
@@ -109,7 +110,7 @@ class Loop:
     def _train(self, data: Any) -> None:
         run, state = self.run, self.run.state
         plan = run.recipe.plan(state.step)
-        inputs = model_inputs(data.micro_batches, plan, self.stage.enter(plan))
+        inputs = model_inputs(data.micro_batches, plan, self.stage.enter(plan), run.parts)
         loss = train_step(run.loss_sum, state.optimizers, inputs, plan, run.recipe.train.grad_clip)
         state.step += 1
         state.tokens += plan.batch_tokens
@@ -189,7 +190,7 @@ class Loop:
             tokens=evaluation.tokens,
             seq_len=evaluation.seq_len,
             stride=evaluation.stride,
-            batch_tokens=evaluation.batch_tokens,
+            batch_tokens=validation_batch_tokens(run.recipe, run.parts),
             rank=run.world.rank,
             world_size=run.world.size,
             vocab_size=run.recipe.model.vocab_size,

@@ -121,7 +121,7 @@ def resumed(request: RunRequest, execution: Execution) -> RunRequest:
     before = request.execution
     anew: set[str] = set()
     if execution.gpus != before.gpus or execution.device != before.device:
-        anew |= {"lanes_per_microbatch"}
+        anew |= {"lanes_per_microbatch", "parts_per_microbatch", "activation_budget"}
         execution = replace(execution, threads=0 if execution.threads == before.threads else execution.threads)
     if execution.device != before.device:
         anew |= {"compute", "attention", "compile"}

@@ -1,5 +1,6 @@
 """Turns every "auto" of an `Execution` into the choice for this machine, once, at the start of a run."""
 
+import math
 import time
 
 import torch
@@ -21,13 +22,16 @@ def resolve(execution: Execution, recipe: Recipe, world: World) -> Execution:
     """The same execution with nothing left to choose. Raises UserError for what cannot work here."""
     device = world.device
     compute: str = distributed.from_main(_compute(execution, recipe, device))  # measured, so processes might differ
+    lanes = _lanes(execution, recipe, world)
     choices = {
         "device": device.type,
         "gpus": world.size,
         "compute": compute,
         "attention": _attention(execution, recipe, world, DTYPES[compute]),
         "compile": _compile(execution, recipe, device),
-        "lanes_per_microbatch": _lanes(execution, recipe, world),
+        "activation_budget": _activation_budget(execution),
+        "lanes_per_microbatch": lanes,
+        "parts_per_microbatch": _parts(execution, recipe, lanes),
         "threads": torch.get_num_threads(),
     }
     resolved: Execution = apply_overrides(execution, choices)
@@ -98,6 +102,15 @@ def _compile(execution: Execution, recipe: Recipe, device: torch.device) -> str:
     return "default" if device.type == "cuda" else "off"
 
 
+def _activation_budget(execution: Execution) -> float:
+    budget = 1.0 if execution.activation_budget == "auto" else execution.activation_budget
+    if not 0 <= budget <= 1:
+        raise UserError(f"exec.activation_budget={budget:g} must lie between 0 (keep next to nothing) and 1 (keep all)")
+    if budget < 1 and execution.compile == "off":
+        raise UserError(f"exec.activation_budget={budget:g} needs the compiler: leave exec.compile=off out")
+    return budget
+
+
 def _lanes(execution: Execution, recipe: Recipe, world: World) -> int:
     lanes = recipe.train.lanes
     if lanes % world.size:
@@ -115,3 +128,23 @@ def _lanes(execution: Execution, recipe: Recipe, world: World) -> int:
             f"{world.size} processes: use one of {choices}"
         )
     return execution.lanes_per_microbatch
+
+
+def _parts(execution: Execution, recipe: Recipe, lanes: int) -> int:
+    parts = execution.parts_per_microbatch
+    if parts in ("auto", 1):
+        return 1
+    if parts not in part_choices(recipe, lanes):
+        raise UserError(
+            f"exec.parts_per_microbatch={parts} does not divide the rows of a micro-batch of {lanes} lanes: "
+            f"use one of {part_choices(recipe, lanes)}"
+        )
+    return parts
+
+
+def part_choices(recipe: Recipe, lanes: int) -> list[int]:
+    """Into how many parts of whole rows every micro-batch of `lanes` lanes can be split."""
+    plans = (recipe.plan(step) for step in range(recipe.train.num_steps))
+    shapes = {(plan.batch_tokens, plan.seq_len) for plan in plans}
+    rows = math.gcd(*(tokens // recipe.train.lanes // seq_len * lanes for tokens, seq_len in shapes))
+    return [k for k in range(1, rows + 1) if rows % k == 0]

@@ -17,9 +17,11 @@ from nanosprint.data.loader import TokenLoader
 from nanosprint.data.shards import checksum, find_shards, open_shard
 from nanosprint.data.tokenizers import Tokenizer, load_tokenizer
 from nanosprint.errors import UserError
+from nanosprint.model.context import NO_CONTEXT, Context
 from nanosprint.model.gpt import GPT
 from nanosprint.model.head import HeadLoss
 from nanosprint.model.roles import collect_roles
+from nanosprint.ops.attention import BACKENDS
 from nanosprint.ops.fp8 import has_fp8
 from nanosprint.ops.head_loss import Fp8Scales, head_loss
 from nanosprint.ops.softcap_xent import uses_kernel
@@ -27,12 +29,13 @@ from nanosprint.optim.build import DTYPES, Optimizers
 from nanosprint.training import distributed
 from nanosprint.training.distributed import World
 from nanosprint.training.request import Budget, RunRequest
-from nanosprint.training.resolve import resolve
+from nanosprint.training.resolve import part_choices, resolve
 from nanosprint.training.state import TrainState
 from nanosprint.training.step import LossSum
 from nanosprint.training.warmup import measure_step_ms, warm_up
 
 _log = logging.getLogger(__name__)
+_BUDGETS = (0.5, 0.25, 0.1)  # shares of the activations to try where memory is short: each costs a compilation
 _CALIBRATION_STEPS = 100  # at most, to find out how long a step takes
 
 
@@ -64,6 +67,11 @@ class Prepared:
     def recipe(self) -> Recipe:
         return self.request.recipe
 
+    @property
+    def parts(self) -> int:
+        """Into how many parts a micro-batch is split; see `model_inputs`."""
+        return _resolved(self.request.execution.parts_per_microbatch)
+
     def synchronize(self) -> None:
         """Wait until this process's device has done its work."""
         _synchronize(self.world.device)
@@ -85,12 +93,12 @@ def find_data(request: RunRequest) -> Data:
 def prepare(request: RunRequest, world: World, data: Data) -> Prepared:
     """Build, compile and warm up. The time this takes is start-up, not training."""
     set_threads(request.execution, world)
+    cap_memory(request.execution, world.device)
     execution = resolve(request.execution, request.recipe, world)
-    choose_lanes = request.execution.lanes_per_microbatch == "auto"
-    request = replace(request, execution=execution)
+    wanted, request = request.execution, replace(request, execution=execution)
     state = build_state(request.recipe, execution, request.seed, world.device)
     loss_sum = compiled(state.model, execution)
-    request = _warm_up_within_memory(request, state, loss_sum, world, choose_lanes)
+    request = _warm_up_within_memory(request, state, loss_sum, world, wanted)
     if request.budget is not None:
         request = fit_to_budget(request, state, loss_sum, world, data)
     gc.collect()
@@ -103,6 +111,18 @@ def set_threads(execution: Execution, world: World) -> None:
         torch.set_num_threads(execution.threads)
     elif world.local_size > 1:
         torch.set_num_threads(max(1, torch.get_num_threads() // world.local_size))
+
+
+def cap_memory(execution: Execution, device: torch.device) -> None:
+    """Let this process allocate no more than `memory_gb` of its GPU. Raises UserError where there is no such memory."""
+    if execution.memory_gb is None:
+        return
+    total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
+    if not 0 < execution.memory_gb * 1e9 <= total:
+        raise UserError(
+            f"exec.memory_gb={execution.memory_gb:g}: {device} has {total / 1e9:.1f} GB of GPU memory to take it from"
+        )
+    torch.cuda.set_per_process_memory_fraction(execution.memory_gb * 1e9 / total, device)
 
 
 def build_state(recipe: Recipe, execution: Execution, seed: int, device: torch.device) -> TrainState:
@@ -141,12 +161,27 @@ def _head_loss(recipe: Recipe, execution: Execution, device: torch.device) -> He
 
 
 def compiled(model: GPT, execution: Execution) -> LossSum:
-    """`model.loss_sum`, compiled as the execution says. One graph for each shape of its arguments."""
+    """`model.loss_sum`, compiled as the execution says. One graph for each shape of its arguments.
+
+    Windows and the longest document are arguments like others, unless the attention back end bakes them into graphs.
+    """
     if execution.compile == "off":
         return model.loss_sum
     torch._dynamo.config.recompile_limit = 64
+    _keep_activations(execution)
     mode = None if execution.compile == "default" else execution.compile
-    return torch.compile(model.loss_sum, dynamic=False, fullgraph=True, mode=mode)
+    graphs = torch.compile(model.loss_sum, dynamic=False, fullgraph=True, mode=mode)
+    convert = Context.with_ints if BACKENDS[execution.attention].bakes_limits else Context.with_data
+    return lambda tokens, targets, context=NO_CONTEXT: graphs(tokens, targets, convert(context))
+
+
+def _keep_activations(execution: Execution) -> None:
+    """Tell the compiler how much to keep for the backward pass, of what it would keep; it is read at each compilation.
+
+    What costs the least to compute again is left out first (torch's memory budget; Chen et al. 2016,
+    arXiv:1604.06174, for the idea).
+    """
+    torch._functorch.config.activation_memory_budget = float(execution.activation_budget)
 
 
 def fit_to_budget(request: RunRequest, state: TrainState, loss_sum: LossSum, world: World, data: Data) -> RunRequest:
@@ -162,7 +197,9 @@ def fit_to_budget(request: RunRequest, state: TrainState, loss_sum: LossSum, wor
         relative = recipe.tokens / recipe.train.num_steps / plan.batch_tokens  # a step on average, against this one
         unlimited = replace(request, recipe=endless)
         with open_loader(unlimited, data, world, num_steps=most, plan=lambda _: plan) as loader:
-            ms = measure_step_ms(state, loss_sum, recipe, plan, loader, lambda: _synchronize(world.device))
+            parts = _resolved(request.execution.parts_per_microbatch)
+            wait = partial(_synchronize, world.device)
+            ms = measure_step_ms(state, loss_sum, recipe, plan, loader, wait, parts=parts)
         steps = int(budget.amount * 1000 / (distributed.from_main(ms) * relative))
     if steps < 1:
         raise UserError(
@@ -209,40 +246,77 @@ def open_loader(
 
 
 def _warm_up_within_memory(
-    request: RunRequest, state: TrainState, loss_sum: LossSum, world: World, choose_lanes: bool
+    request: RunRequest, state: TrainState, loss_sum: LossSum, world: World, wanted: Execution
 ) -> RunRequest:
-    """Warm up; where lanes per micro-batch are ours to choose, halve them until a step fits into memory."""
+    """Warm up; where the size of a micro-batch is ours to choose, shrink it until a step fits into memory."""
     while True:
         execution = request.execution
-        lanes = execution.lanes_per_microbatch
-        assert isinstance(lanes, int)
         try:
-            micro_batches, compiles = _micro_batches(request.recipe, execution), execution.compile != "off"
-            warm_up(state, loss_sum, request.recipe, lanes, micro_batches, compiled=compiles)
+            warm_up(
+                state,
+                loss_sum,
+                request.recipe,
+                _resolved(execution.lanes_per_microbatch),
+                _micro_batches(request.recipe, execution),
+                compiled=execution.compile != "off",
+                bakes_limits=BACKENDS[execution.attention].bakes_limits,
+                parts=_resolved(execution.parts_per_microbatch),
+            )
             return request
         except torch.OutOfMemoryError as error:
-            smaller = [k for k in range(1, lanes) if lanes % k == 0]
-            if not choose_lanes or not smaller or world.size > 1:
+            smaller = _smaller(request.recipe, execution, wanted)
+            if smaller is None or world.size > 1:
                 raise out_of_memory(request, error) from error
-            _log.warning("%d lanes a micro-batch do not fit into memory: trying %d", lanes, smaller[-1])
-            request = replace(request, execution=replace(execution, lanes_per_microbatch=smaller[-1]))
-            gc.collect()
-            torch.cuda.empty_cache()
+        # Here, where the error no longer holds on to the tensors of its frames.
+        lanes, parts, budget = smaller.lanes_per_microbatch, smaller.parts_per_microbatch, smaller.activation_budget
+        message = "a micro-batch does not fit into memory: trying %d lanes in %d parts, %g of the activations kept"
+        _log.warning(message, lanes, parts, budget)
+        if budget != execution.activation_budget:
+            torch._dynamo.reset()
+            _keep_activations(smaller)
+        request = replace(request, execution=smaller)
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def _smaller(recipe: Recipe, execution: Execution, wanted: Execution) -> Execution | None:
+    """The next that takes less memory: fewer lanes, then parts of a lane, then fewer activations kept.
+
+    None where that is not enough, or `wanted` leaves us no choice.
+    """
+    lanes, parts = (_resolved(n) for n in (execution.lanes_per_microbatch, execution.parts_per_microbatch))
+    fewer = [k for k in range(1, lanes) if lanes % k == 0 and (parts == 1 or parts in part_choices(recipe, k))]
+    if wanted.lanes_per_microbatch == "auto" and fewer:
+        return replace(execution, lanes_per_microbatch=fewer[-1])
+    more = [k for k in part_choices(recipe, lanes) if k > parts]
+    if wanted.parts_per_microbatch == "auto" and more:
+        return replace(execution, parts_per_microbatch=more[0])
+    less = [share for share in _BUDGETS if share < float(execution.activation_budget)]
+    if wanted.activation_budget == "auto" and less and execution.compile != "off":
+        return replace(execution, activation_budget=less[0])
+    return None
 
 
 def out_of_memory(request: RunRequest, error: BaseException) -> UserError:
     """The error that says which settings to lower."""
-    lanes = request.execution.lanes_per_microbatch
+    lanes, parts = request.execution.lanes_per_microbatch, request.execution.parts_per_microbatch
+    budget = request.execution.activation_budget
     return UserError(
         f"out of GPU memory: lower exec.lanes_per_microbatch (now {lanes}) or eval.batch_tokens "
-        f"(now {request.recipe.eval.batch_tokens}); with one lane a micro-batch, raise train.lanes or lower "
-        f"train.batch_tokens. ({str(error).splitlines()[0]})"
+        f"(now {request.recipe.eval.batch_tokens}); with one lane of several rows, raise exec.parts_per_microbatch "
+        f"(now {parts}), with one of a single row lower exec.activation_budget (now {budget}), raise train.lanes or "
+        "lower train.batch_tokens. "
+        f"({str(error).splitlines()[0]})"
     )
 
 
 def _micro_batches(recipe: Recipe, execution: Execution) -> int:
-    assert isinstance(execution.lanes_per_microbatch, int)
-    return recipe.train.lanes // (execution.gpus * execution.lanes_per_microbatch)
+    return recipe.train.lanes // (execution.gpus * _resolved(execution.lanes_per_microbatch))
+
+
+def _resolved(choice: int | str) -> int:
+    assert isinstance(choice, int), f"{choice!r} is still to be resolved"
+    return choice
 
 
 def _synchronize(device: torch.device) -> None:

@@ -22,18 +22,30 @@ Synchronize = Callable[[], None]
 
 
 def warm_up(
-    state: TrainState, loss_sum: LossSum, recipe: Recipe, lanes: int, micro_batches: int, *, compiled: bool
+    state: TrainState,
+    loss_sum: LossSum,
+    recipe: Recipe,
+    lanes: int,
+    micro_batches: int,
+    *,
+    compiled: bool,
+    bakes_limits: bool = True,
+    parts: int = 1,
 ) -> None:
-    """Train and validate on random tokens once, or once for every graph of a compiled run, then restore `state`."""
+    """Train and validate on random tokens once, or once for every graph of a compiled run, then restore `state`.
+
+    bakes_limits: whether a graph holds its windows. parts: see `model_inputs`.
+    """
     saved = copied(state.capture())
-    rows = recipe.eval.batch_tokens // recipe.eval.seq_len
+    rows = validation_batch_tokens(recipe, parts) // recipe.eval.seq_len
     num_steps, stage = recipe.train.num_steps, ModelStage(state.model)
-    training = new_graphs(recipe.plan(step) for step in (range(num_steps) if compiled else [0]))
-    validation = new_graphs(recipe.eval_plan(step) for step in (validation_steps(recipe) if compiled else [num_steps]))
+    train_steps, val_steps = (range(num_steps), validation_steps(recipe)) if compiled else ([0], [num_steps])
+    training = new_graphs((recipe.plan(step) for step in train_steps), bakes_limits)
+    validation = new_graphs((recipe.eval_plan(step) for step in val_steps), bakes_limits)
     try:
         for plan in training:
             state.step = plan.step
-            _random_step(state, loss_sum, recipe, plan, stage.enter(plan), lanes, micro_batches)
+            _random_step(state, loss_sum, recipe, plan, stage.enter(plan), lanes, micro_batches, parts)
         with torch.no_grad():
             for plan in validation:
                 device = state.model.embed.weight.device
@@ -42,17 +54,26 @@ def warm_up(
         state.restore(saved)
 
 
-def new_graphs(plans: Iterable[StepPlan]) -> list[StepPlan]:
-    """Those of `plans` that bring a new shape or constant, so that a compiled model needs another graph."""
+def new_graphs(plans: Iterable[StepPlan], bakes_limits: bool) -> list[StepPlan]:
+    """Those of `plans` that bring a new shape or constant, so that a compiled model needs another graph.
+
+    Windows and the longest document are constants where the attention back end bakes its limits, and data elsewhere.
+    """
     seen: set[tuple[object, ...]] = set()
     first = []
     for plan in plans:
         loss = None if plan.loss is None else (len(plan.loss.tokens), plan.loss.prefix > 0)
-        key = (plan.batch_tokens, plan.seq_len, plan.max_document, plan.windows, plan.yarn, loss)
+        limits = (plan.windows, plan.max_document) if bakes_limits else None
+        key = (plan.batch_tokens, plan.seq_len, limits, plan.yarn, loss)
         if key not in seen:
             seen.add(key)
             first.append(plan)
     return first
+
+
+def validation_batch_tokens(recipe: Recipe, parts: int) -> int:
+    """Tokens of a call in validation: less where micro-batches have to be split, but one row at least."""
+    return max(recipe.eval.seq_len, recipe.eval.batch_tokens // parts)
 
 
 def validation_steps(recipe: Recipe) -> list[int]:
@@ -70,6 +91,7 @@ def measure_step_ms(
     data: Iterable[StepData],
     synchronize: Synchronize,
     *,
+    parts: int = 1,
     seconds: float = 2.0,
 ) -> float:
     """Median milliseconds of a step like `plan`, over as many steps of `data` as fit into `seconds`, but 5 at least.
@@ -82,7 +104,7 @@ def measure_step_ms(
     for step in data:
         synchronize()
         start = time.perf_counter()
-        inputs = model_inputs(step.micro_batches, plan, attn_scale)
+        inputs = model_inputs(step.micro_batches, plan, attn_scale, parts)
         train_step(loss_sum, state.optimizers, inputs, plan, recipe.train.grad_clip)
         synchronize()
         times.append(time.perf_counter() - start)
@@ -100,8 +122,9 @@ def _random_step(
     attn_scale: float | None,
     lanes: int,
     micro_batches: int,
+    parts: int,
 ) -> None:
     rows = plan.batch_tokens // recipe.train.lanes // plan.seq_len * lanes
     device = state.model.embed.weight.device
-    batches = (random_input(recipe, plan, rows, device, attn_scale) for _ in range(micro_batches))
+    batches = (random_input(recipe, plan, rows, device, attn_scale, parts) for _ in range(micro_batches * parts))
     train_step(loss_sum, state.optimizers, batches, plan, recipe.train.grad_clip)

@@ -27,6 +27,7 @@ def test_union_of_dataclasses_keeps_its_class():
         ("schedule.lr.floor", "0.25", lambda r: r.schedule.lr.floor == 0.25),
         ("schedule.lr.floor", "0", lambda r: r.schedule.lr.floor == 0.0),
         ("eval.tokens", "none", lambda r: r.eval.tokens is None),
+        ("model.positions", "none", lambda r: r.model.positions == "none"),
         ("eval.tokens", "1_024", lambda r: r.eval.tokens == 1024),
         ("model.qk_norm", "off", lambda r: r.model.qk_norm is False),
         ("model.qk_norm", "true", lambda r: r.model.qk_norm is True),

@@ -69,6 +69,38 @@ def test_what_cannot_work_is_refused(overrides, message):
         load_recipe("tiny", overrides)
 
 
+@pytest.mark.parametrize(
+    ("name", "overrides", "message"),
+    [
+        (
+            "longwindow",
+            ["model.document_start=60000"],
+            "model.document_start=60000 is no token: model.vocab_size=50304",
+        ),
+        ("gpt2", ['schedule.windows={"start": 64, "end": 64}'], "schedule.windows is set, but every layer sees every"),
+        ("longwindow", ["schedule.windows=none"], "window=long, but no schedule.windows says how far"),
+        ("longwindow", ["schedule.windows.short_fraction=0"], "short_fraction=0.0: it must be above 0 and at most 1"),
+        ("longwindow", ["schedule.windows.end=0"], "schedule.windows.end=0: it must be at least 1"),
+        ("sub3", ["model.dim=24", "model.num_heads=3"], "products in FP8 want sizes that are multiples of 16"),
+        ("sub3", ["precision.fp8_head.x=0"], "precision.fp8_head.x=0.0: it must be positive"),
+        ("residuals", ["model.softcap.cap=-1"], "model.softcap.cap=-1.0: it must be positive"),
+        ("sub3", ["model.softcap.width=0"], "model.softcap.width=0.0: it must be positive"),
+        ("sub3", ["model.attn_scale=0"], "model.attn_scale=0.0: it must be positive"),
+        ("residuals", ["schedule.momentum.end=1"], "schedule.momentum.end=1.0: it must be at least 0 and below 1"),
+        ("residuals", ["model.tied_head=true", "model.init.head=as_linear"], "groups have the role 'head', but .*tied"),
+        ("muon", ["groups.1.role=matrix"], "groups name the role 'matrix' more than once"),
+        ("muon", ["groups.0.rule.momentum=1"], "groups.0.rule.momentum=1.0: it must be at least 0 and below 1"),
+        ("muon", ["groups.1.rule.betas=[0.9, 1.0]"], r"groups.1.rule.betas=\(0.9, 1.0\): it must be at least 0"),
+        ("muon", ["groups.0.weight_decay=-1"], "groups.0.weight_decay=-1.0: it must be 0 or more"),
+        ("muon", ["model.value_tables=2"], "model.value_tables wants an embedding with a rate of its own"),
+        ("gpt2", ["eval.tokens=0"], "eval.tokens=0: it must be at least 1, or none"),
+    ],
+)
+def test_contradictions_are_refused_with_the_reason(name, overrides, message):
+    with pytest.raises(ValueError, match=message):
+        load_recipe(name, overrides)
+
+
 def test_learned_positions_end():
     with pytest.raises(ValueError, match=r"eval.seq_len=2048 exceeds model.seq_len=1024"):
         load_recipe("gpt2", ["eval.seq_len=2048"])

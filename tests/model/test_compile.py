@@ -4,13 +4,16 @@ On a CPU the eager model runs hand-written backward passes where the compiled on
 holds the two against each other.
 """
 
+from functools import partial
+
 import pytest
 import torch
 
 from nanosprint.config import Execution
 from nanosprint.recipes import load_recipe
 from nanosprint.training.batch import random_input
-from nanosprint.training.setup import build_state
+from nanosprint.training.setup import build_state, compiled
+from nanosprint.training.warmup import new_graphs
 from tests.recipes.test_ladder import LADDER, UPPER, small
 
 
@@ -44,3 +47,64 @@ def test_one_graph_and_the_same_numbers(name):
     for n, expected in gradients[0].items():
         scale = float(expected.abs().max()) + 1e-12
         torch.testing.assert_close(gradients[1][n] / scale, expected / scale, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(("attention", "graphs_expected"), [("reference", 1), ("sdpa", 3)])
+def test_windows_are_arguments_or_constants_of_the_graph(attention, graphs_expected, monkeypatch):
+    """Three steps whose windows and documents differ; the numbers are those of the eager model with ints."""
+    recipe = load_recipe("sub3", small("sub3"))
+    execution = Execution(
+        device="cpu", compute="fp32", attention=attention, compile="default", fp8="off", activation_budget=1.0
+    )
+    model = build_state(recipe, execution, 0, torch.device("cpu")).model
+    graphs = []
+
+    def count(graph_module, inputs):
+        graphs.append(graph_module)
+        return graph_module
+
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=count))
+    loss_sum = compiled(model, execution)
+    for i, (short, long) in enumerate(((2, 4), (4, 8), (8, 200))):
+        tokens, targets, context = random_input(recipe, recipe.plan(0), 2, torch.device("cpu"))
+        ends = context.documents.cu_seqlens
+        documents = context.documents._replace(cu_seqlens=torch.where(ends % 128 < 64 * i, ends - ends % 128, ends))
+        context = context._replace(short=short, long=long, documents=documents._replace(max_seq_len=4 + 64 * i))
+        with torch.no_grad():
+            torch.testing.assert_close(loss_sum(tokens, targets, context), model.loss_sum(tokens, targets, context))
+    assert len(graphs) == graphs_expected
+
+
+def test_graphs_to_warm_up():
+    for name, windows in (("longwindow", 27), ("sub3", 14)):
+        recipe = load_recipe(name)
+        plans = [recipe.plan(step) for step in range(recipe.train.num_steps)]
+        assert len(new_graphs(plans, bakes_limits=True)) == windows
+        assert new_graphs(plans, bakes_limits=False) == plans[:1]
+
+
+@torch._functorch.config.patch(activation_memory_budget=1.0)  # what is set within is put back
+@pytest.mark.parametrize("name", ["gpt2", "sub3"])
+def test_fewer_activations_kept_are_the_same_gradients(name, monkeypatch):
+    recipe = load_recipe(name, small(name))
+    kept, gradients = {}, {}
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager_decomp_partition"))
+    for budget in (1.0, 0.1):
+        execution = Execution(
+            device="cpu", compute="fp32", attention="reference", compile="default", fp8="off", activation_budget=budget
+        )
+        model = build_state(recipe, execution, 0, torch.device("cpu")).model
+        with torch.no_grad():
+            for i, p in enumerate(model.parameters()):
+                p.add_(0.05 * torch.randn(p.shape, generator=torch.Generator().manual_seed(i)))
+        torch._dynamo.reset()
+        loss_sum = compiled(model, execution)
+        loss = loss_sum(*random_input(recipe, recipe.plan(0), 2, torch.device("cpu")))
+        known = {p.data_ptr() for p in model.parameters()}
+        saved = [t for t in loss.grad_fn.saved_tensors if t.data_ptr() not in known]
+        kept[budget] = sum(t.numel() * t.element_size() for t in saved)
+        loss.backward()
+        gradients[budget] = [p.grad for p in model.parameters()]
+    assert kept[0.1] < 0.6 * kept[1.0], kept
+    torch.testing.assert_close(gradients[0.1], gradients[1.0], rtol=1e-4, atol=1e-5)

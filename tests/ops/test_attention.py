@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from nanosprint.ops.attention import (
     BACKENDS,
     Documents,
+    as_data,
     available,
     backend,
     check_documents,
@@ -21,6 +22,7 @@ from nanosprint.ops.attention import (
     reference,
     require,
     sdpa,
+    times,
 )
 from nanosprint.ops.attention_backends import flex as flex_module
 from nanosprint.ops.attention_backends import probe, varlen
@@ -189,7 +191,85 @@ def test_compiles_without_graph_breaks(name, documents):
 def test_operators_pass_opcheck(window):
     q, k, v = (t[0].requires_grad_() for t in inputs(1, 12, 2, 8))
     cu_seqlens = pack_documents([3, 1, 0, 2, 6], slots=8).cu_seqlens
-    torch.library.opcheck(torch.ops.nanosprint.attend_test.default, (q, k, v, cu_seqlens, 6, window, 0.3))
+    torch.library.opcheck(torch.ops.nanosprint.attend_test.default, (q, k, v, cu_seqlens, 0.3, 6, window, None, None))
+
+
+def test_operators_pass_opcheck_with_limits_as_data():
+    q, k, v = (t[0].requires_grad_() for t in inputs(1, 12, 2, 8))
+    cu_seqlens = pack_documents([3, 1, 0, 2, 6], slots=8).cu_seqlens
+    arguments = (q, k, v, cu_seqlens, 0.3, 12, -1, as_data(6), as_data(2))
+    torch.library.opcheck(torch.ops.nanosprint.attend_test.default, arguments)
+    torch.library.opcheck(torch.ops.nanosprint.times_limit.default, (as_data(6), 2))
+
+
+# Limits as data
+
+
+@pytest.mark.parametrize("name", [*ON_CPU, "batched"])
+@pytest.mark.parametrize("window", [0, 2, 100])
+def test_limits_as_data_are_the_same_limits(name, window):
+    q, k, v = inputs(2, 6, 2, 8)
+    attend = ON_CPU.get(name) or backend(name)
+    for documents in (None, pack_documents([3, 1, 0, 2, 6], slots=8)):
+        if documents is not None and name == "batched":
+            continue
+        as_tensors = documents and documents._replace(max_seq_len=as_data(documents.max_seq_len))
+        got = attend(q, k, v, 0.3, as_data(window), as_tensors)
+        torch.testing.assert_close(got, attend(q, k, v, 0.3, window, documents), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["varlen", "reference", "flex"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_one_graph_for_all_limits(name, packed):
+    """Windows and longest documents that differ: one compiled graph, and the numbers of eager ints."""
+    attend = ON_CPU.get(name) or backend(name)
+    leaves = [t.requires_grad_(name != "flex") for t in inputs(2, 12, 2, 16, torch.float32)]
+    graphs = []
+
+    def work(q, k, v, window, documents):
+        wider = None if window is None else times(window, 2)
+        return attend(q * 2, k, v, 0.3, window, documents) + attend(q, k, v, 0.3, wider, documents)
+
+    def count(graph_module, example):
+        graphs.append(graph_module)
+        return torch._dynamo.lookup_backend("aot_eager")(graph_module, example)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(work, backend=count, fullgraph=True, dynamic=False)
+    for window, lengths in ((0, [12, 12]), (3, [3, 1, 8, 6, 6]), (7, [5, 7, 1, 11]), (40, [12, 2, 10])):
+        documents = pack_documents(lengths, slots=8) if packed else None
+        as_tensors = documents and documents._replace(max_seq_len=as_data(documents.max_seq_len))
+        got = compiled(*leaves, as_data(window), as_tensors)
+        plain = ON_CPU["varlen"] if name == "varlen" else reference
+        want = sum(
+            plain(q, *leaves[1:], 0.3, w, documents) for q, w in ((leaves[0] * 2, window), (leaves[0], 2 * window))
+        )
+        torch.testing.assert_close(got, want)
+        if name != "flex":  # which has no backward pass on a CPU
+            pairs = (torch.autograd.grad(y.square().sum(), leaves) for y in (got, want))
+            torch.testing.assert_close(*pairs)
+    assert len(graphs) == 1
+
+
+def test_a_chunked_back_end_says_that_its_limits_are_baked():
+    assert {name for name, entry in BACKENDS.items() if entry.bakes_limits} == {"sdpa", "batched", "cudnn", "flash"}
+
+
+@pytest.mark.parametrize("name", [*ON_CPU, "flex"])
+@pytest.mark.parametrize("wrong", [torch.tensor(3), torch.tensor([3], dtype=torch.int32)])
+def test_data_of_another_kind_is_refused(name, wrong):
+    attend = ON_CPU.get(name) or backend(name)
+    documents = pack_documents([2, 4])
+    with pytest.raises(ValueError, match="window as data must be an int32 tensor of no axes on the CPU"):
+        attend(*inputs(1, 6, 2, 16), 0.3, wrong, documents)
+    with pytest.raises(ValueError, match="max_seq_len as data must be"):
+        attend(*inputs(1, 6, 2, 16), 0.3, 3, documents._replace(max_seq_len=wrong))
+
+
+def test_a_negative_window_as_data_is_refused():
+    for name in ("varlen", "sdpa"):
+        with pytest.raises(ValueError, match="window=-1 must be at least 0"):
+            ON_CPU[name](*inputs(1, 6, 2, 8), 0.3, as_data(-1))
 
 
 def test_varlen_takes_slices_of_a_merged_projection():
@@ -380,31 +460,43 @@ def test_gpu_operators(name, head_dim):
     cu_seqlens = pack_documents([30, 1, 0, 29], slots=8, device=device).cu_seqlens
     operator = getattr(torch.ops.nanosprint, f"attend_{name}").default
     utilities = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(operator, (q, k, v, cu_seqlens, 30, 7, 0.1), test_utils=utilities)
+    for limits in ((30, 7, None, None), (60, -1, as_data(30), as_data(7))):
+        torch.library.opcheck(operator, (q, k, v, cu_seqlens, 0.1, *limits), test_utils=utilities)
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=on_gpu) for n in ("sdpa", "flex", "fa2", "fa3", "fa4")])
 def test_gpu_compiled(name):
-    """Inside torch.compile without a graph break, on slices of one projection as the model has them."""
+    """Inside torch.compile without a graph break, on slices of one projection as the model has them.
+
+    One graph serves two windows where they are data.
+    """
     attend, device = on_cuda(name)
+    baked = BACKENDS[name].bakes_limits
     packed = pack_documents([1, 130, 0, 202], slots=16, device=device)
     qkv, weight = (torch.randn(1, 333, n * 2 * 64, device=device, dtype=torch.bfloat16) for n in (3, 1))
     qkv.requires_grad_()
 
-    def work(qkv, documents):
+    def work(qkv, window, documents):
         q, k, v = (t.view(1, 333, 2, 64) for t in qkv.split(128, dim=-1))
-        return attend(q, k, v, 0.12, 50, documents).flatten(2) * 2
+        return attend(q, k, v, 0.12, window, documents).flatten(2) * 2
 
-    def exact(qkv):
+    def exact(qkv, window):
         q, k, v = (t.view(1, 333, 2, 64) for t in qkv.split(128, dim=-1))
-        return reference(q, k, v, 0.12, 50, packed).flatten(2) * 2
+        return reference(q, k, v, 0.12, window, packed).flatten(2) * 2
 
-    out = torch.compile(work, fullgraph=True, dynamic=False)(qkv, packed)
-    double = qkv.detach().double().requires_grad_()
-    truth = exact(double)
-    assert probe.relative_error(out, truth) < 1e-2
-    grad, true_grad = torch.autograd.grad(out, qkv, weight)[0], torch.autograd.grad(truth, double, weight.double())[0]
-    assert probe.relative_error(grad, true_grad) < 1e-2
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(work, fullgraph=True, dynamic=False)
+    for window, longest in ((50, 202), (140, 333)):
+        documents = packed if baked else packed._replace(max_seq_len=as_data(longest))
+        out = compiled(qkv, window if baked else as_data(window), documents)
+        double = qkv.detach().double().requires_grad_()
+        truth = exact(double, window)
+        assert probe.relative_error(out, truth) < 1e-2
+        grad = torch.autograd.grad(out, qkv, weight)[0]
+        true_grad = torch.autograd.grad(truth, double, weight.double())[0]
+        assert probe.relative_error(grad, true_grad) < 1e-2
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == (2 if baked else 1)
 
 
 @pytest.mark.gpu

@@ -5,22 +5,26 @@ import math
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 from nanosprint.config import LossWeights, RotarySpec, Stage, StageSchedule, Windows
 from nanosprint.config.edit import to_dict
-from nanosprint.data.documents import DocumentEnds
+from nanosprint.data.documents import DocumentEnds, document_ends
 from nanosprint.data.loader import Batch
+from nanosprint.model.context import Context
+from nanosprint.ops.attention import Documents, check_documents
 from nanosprint.recipes import load_recipe
 from nanosprint.results.record import RunRecord
 from nanosprint.results.runs import RunDir
-from nanosprint.training.batch import ModelStage, context_of, model_inputs, random_input
+from nanosprint.training.batch import ModelStage, context_of, model_inputs, random_input, split_rows
 from nanosprint.training.request import Budget, RunRequest
 from nanosprint.training.setup import fit_to_budget
 from nanosprint.training.warmup import new_graphs, validation_steps
 
 CPU = torch.device("cpu")
+START = 9
 
 
 def stage(batch_tokens, longest, short, long, **rest):
@@ -57,7 +61,7 @@ def test_context_follows_the_plan(recipe):
     batches = [Batch(tokens, tokens.long(), DocumentEnds(torch.tensor([0, 20, 32]), 20))] * 2
     first, second = (found.context for found in model_inputs(batches, recipe.plan(3), 0.3))
     assert (first.short, first.long, first.attn_scale) == (4, 8, 0.3)
-    assert first.documents.max_seq_len == 24  # the plan's bound, not the batch's longest
+    assert first.documents.max_seq_len == 20
     assert first.loss.tokens.tolist() == [1.0, 0.25]
     assert first.loss.tokens.dtype == torch.float32
     assert first.loss.prefix is None
@@ -69,13 +73,24 @@ def test_context_follows_the_plan(recipe):
     assert last.context.loss.tokens.tolist() == [1.0]
 
 
-def test_validation_is_plain_and_bounded_by_its_rows(recipe):
+def test_validation_is_plain(recipe):
     documents = DocumentEnds(torch.tensor([0, 32]), 32)
     context = context_of(documents, recipe.eval_plan(20))
-    assert (context.loss, context.long, context.documents.max_seq_len) == (None, 64, recipe.eval.seq_len)
-    plain = load_recipe("longwindow")
-    assert context_of(documents, plain.eval_plan(0)).documents.max_seq_len == 2048
-    assert context_of(documents, plain.plan(0)).loss is None
+    assert (context.loss, context.long, context.documents.max_seq_len) == (None, 64, 32)
+    assert context_of(documents, load_recipe("longwindow").plan(0)).loss is None
+
+
+@pytest.mark.parametrize(("longest", "bound"), [(32, 2048), (2048, 2048), (2049, 4096)])
+def test_what_a_graph_is_called_with(longest, bound):
+    """Limits as data are what they were; as ints the longest document is a round number, for fewer graphs."""
+    documents = Documents(torch.tensor([0, longest], dtype=torch.int32), longest)
+    context = Context(documents=documents, short=4, long=None, attn_scale=0.5)
+    data, ints = context.with_data(), context.with_ints()
+    for limit, value in ((data.short, 4), (data.documents.max_seq_len, longest)):
+        assert (limit.dtype, limit.shape, limit.device.type, int(limit)) == (torch.int32, (), "cpu", value)
+    assert (data.long, data.attn_scale, data.documents.cu_seqlens) == (None, 0.5, documents.cu_seqlens)
+    assert ints == data.with_ints() == context._replace(documents=documents._replace(max_seq_len=bound))
+    assert Context().with_data() == Context().with_ints() == Context()
 
 
 def test_random_input_has_the_plans_shape(recipe):
@@ -87,12 +102,13 @@ def test_random_input_has_the_plans_shape(recipe):
 
 def test_a_graph_for_every_stage_and_for_no_more(recipe):
     """18 scheduled steps in thirds; in the second the prefix loss goes out, but is never quite gone."""
-    assert [p.step for p in new_graphs(recipe.plan(s) for s in range(20))] == [0, 6, 12, 18]
+    assert [p.step for p in new_graphs((recipe.plan(s) for s in range(20)), True)] == [0, 6, 12, 18]
     every = replace(recipe, eval=replace(recipe.eval, every=5, at_start=True))
     assert validation_steps(every) == [0, 5, 10, 15, 20]
-    plans = new_graphs(every.eval_plan(s) for s in validation_steps(every))
+    plans = new_graphs((every.eval_plan(s) for s in validation_steps(every)), True)
     assert [p.windows.long for p in plans] == [8, 16, 32, 64]
-    assert len(new_graphs(load_recipe("tiny").plan(s) for s in range(20))) == 1
+    assert len(new_graphs((replace(plan, yarn=()) for plan in plans), False)) == 1
+    assert len(new_graphs((load_recipe("tiny").plan(s) for s in range(20)), True)) == 1
 
 
 def test_the_model_is_told_of_new_windows_only(recipe):
@@ -132,3 +148,40 @@ def test_a_budget_of_tokens_counts_stages(recipe):
     """20 steps have 6,400 tokens, 320 on average."""
     budgeted = RunRequest(recipe=recipe, budget=Budget(unit="tokens", amount=2 * recipe.tokens))
     assert fit_to_budget(budgeted, None, None, None, None).recipe.train.num_steps == 40
+
+
+# Parts of a micro-batch
+
+
+def packed(rows, seq_len, history=0):
+    tokens = torch.from_numpy(np.random.default_rng(0).integers(START - 2, START + 1, (rows, history + seq_len)))
+    ends = torch.empty(rows * seq_len + 1, dtype=torch.int32)
+    longest = document_ends(tokens[:, history:].numpy(), START, ends.numpy())
+    return Batch(tokens, tokens[:, history:] + 1, DocumentEnds(ends, longest))
+
+
+@pytest.mark.parametrize(("rows", "parts"), [(6, 1), (6, 2), (6, 3), (6, 6), (1, 1)])
+@pytest.mark.parametrize("history", [0, 3])
+def test_parts_hold_whole_rows_and_their_documents(rows, parts, history):
+    whole = packed(rows, 7, history)
+    split = list(split_rows(whole, parts))
+    assert len(split) == parts
+    assert torch.equal(torch.cat([part.tokens for part in split]), whole.tokens)
+    assert torch.equal(torch.cat([part.targets for part in split]), whole.targets)
+    for part in split:
+        own = torch.empty_like(whole.documents.ends)
+        longest = document_ends(part.tokens[:, history:].numpy(), START, own.numpy())
+        assert part.documents.ends.shape == whole.documents.ends.shape  # one graph
+        assert part.documents.ends.unique().tolist() == own.unique().tolist()
+        assert part.documents.longest >= longest
+        check_documents(Documents(part.documents.ends, part.documents.longest), rows // parts, 7)
+
+
+def test_without_documents():
+    whole = packed(4, 5)._replace(documents=None)
+    assert [part.documents for part in split_rows(whole, 2)] == [None, None]
+
+
+def test_rows_that_cannot_be_shared():
+    with pytest.raises(ValueError, match="6 rows cannot be split into 4 equal parts"):
+        list(split_rows(packed(6, 7), 4))

@@ -7,10 +7,12 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 import torch
 
+from nanosprint.config import Execution
 from nanosprint.errors import DivergedError, Interrupted
 from nanosprint.recipes import load_recipe
 from nanosprint.results.record import RunRecord, check_metrics
@@ -263,6 +265,73 @@ def test_automatic_micro_batch_shrinks_until_it_fits(train_tiny, monkeypatch):
     path = train_tiny("run")
     assert tried == [(4, 1), (2, 2), (1, 4)]
     assert RunRecord.load(path).execution["lanes_per_microbatch"] == 1
+
+
+def test_automatic_micro_batch_shrinks_to_parts_of_a_lane(train_tiny, monkeypatch):
+    from nanosprint.training import setup
+
+    real, tried = setup.warm_up, []
+
+    def only_one_row_fits(state, loss_sum, recipe, lanes, micro_batches, *, parts, **options):
+        tried.append((lanes, parts))
+        if lanes > 1 or parts < 4:
+            raise torch.OutOfMemoryError("no")
+        real(state, loss_sum, recipe, lanes, micro_batches, parts=parts, **options)
+
+    monkeypatch.setattr(setup, "warm_up", only_one_row_fits)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    path = train_tiny("run")
+    assert tried == [(4, 1), (2, 1), (1, 1), (1, 2), (1, 4)]  # a lane is 4 rows
+    execution = RunRecord.load(path).execution
+    assert (execution["lanes_per_microbatch"], execution["parts_per_microbatch"]) == (1, 4)
+    with pytest.raises(ValueError, match=r"raise exec.parts_per_microbatch \(now 2\)"):
+        train_tiny("fixed", execution={"device": "cpu", "parts_per_microbatch": 2})
+
+
+@pytest.mark.parametrize("parts", [2, 16])
+def test_parts_of_a_micro_batch_change_nothing_but_rounding(train_tiny, weights, parts):
+    exact = ("precision.compute=fp64", "precision.orthogonalize=fp64", "train.num_steps=5")
+    one = weights(train_tiny("one", *exact))
+    split = train_tiny("split", *exact, execution={"device": "cpu", "parts_per_microbatch": parts})
+    for name, expected in one.items():
+        torch.testing.assert_close(weights(split)[name], expected, rtol=1e-9, atol=1e-9)
+
+
+def test_parts_must_divide_the_rows(train_tiny):
+    with pytest.raises(
+        ValueError, match=r"parts_per_microbatch=3 does not divide .* 4 lanes: use one of \[1, 2, 4, 8, 16"
+    ):
+        train_tiny("run", execution={"device": "cpu", "parts_per_microbatch": 3})
+
+
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        ({"activation_budget": 1.5}, r"exec.activation_budget=1.5 must lie between 0 .* and 1"),
+        ({"activation_budget": 0.5, "compile": "off"}, "needs the compiler"),
+    ],
+)
+def test_impossible_activation_budgets(train_tiny, choice, message):
+    with pytest.raises(ValueError, match=message):
+        train_tiny("run", execution={"device": "cpu", **choice})
+
+
+def test_after_single_rows_fewer_activations_are_kept():
+    from nanosprint.training.setup import _smaller
+
+    recipe, wanted = load_recipe("tiny"), Execution()
+    execution = Execution(lanes_per_microbatch=2, parts_per_microbatch=1, activation_budget=1.0, compile="default")
+    seen = []
+    while (smaller := _smaller(recipe, execution, wanted)) is not None:
+        execution = smaller
+        seen.append((execution.lanes_per_microbatch, execution.parts_per_microbatch, execution.activation_budget))
+    assert seen == [(1, 1, 1.0), (1, 2, 1.0), (1, 4, 1.0), (1, 4, 0.5), (1, 4, 0.25), (1, 4, 0.1)]
+    assert _smaller(recipe, replace(execution, compile="off", activation_budget=1.0), wanted) is None
+
+
+def test_a_cap_needs_memory_to_cap(train_tiny):
+    with pytest.raises(ValueError, match=r"exec.memory_gb=22: cpu has 0.0 GB of GPU memory"):
+        train_tiny("run", execution={"device": "cpu", "memory_gb": 22})
 
 
 def test_python_face(tmp_path, tiny_data):

@@ -12,7 +12,7 @@ Rotary positions double too, but there heads alternate by their own number: even
 
 from torch import Tensor
 
-from nanosprint.ops.attention import Documents
+from nanosprint.ops.attention import Documents, times
 
 
 def interleaved(t_BSHK: Tensor) -> Tensor:
@@ -31,4 +31,4 @@ def doubled(documents: Documents | None) -> Documents | None:
     """Documents of interleaved rows: every end and the longest length twice as far."""
     if documents is None:
         return None
-    return Documents(2 * documents.cu_seqlens, 2 * documents.max_seq_len)
+    return Documents(2 * documents.cu_seqlens, times(documents.max_seq_len, 2))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from nanosprint.ops.attention_backends.contract import Documents, check_inputs
+from nanosprint.ops.attention_backends.contract import Documents, Limit, check_inputs, on_host
 
 _HIDDEN = -1e9  # finite, so that no row of the mask can make NaN; exp of it is 0 in every format
 
@@ -23,15 +23,16 @@ def batched(
     k_BSHK: Tensor,
     v_BSHK: Tensor,
     scale: float,
-    window: int | None,
+    window: Limit | None,
     documents: Documents | None = None,
 ) -> Tensor:
     """softmax(scale q kᵀ + mask) v, in the inputs' dtype throughout; fewer queries than keys stand at the end.
 
     Outside torch.compile the gradient can be taken once only. Inputs whose memory is ordered (B, H, S, K) are not
-    copied. Raises ValueError for documents.
+    copied. Raises ValueError for documents. A compiled graph takes the window as an int only.
     """
     check_inputs(q_BSHK, k_BSHK, v_BSHK, window, documents)
+    window, documents = on_host(window, documents)
     if documents is not None:
         raise ValueError("exec.attention=batched has no documents: use sdpa")
     if torch.compiler.is_compiling():

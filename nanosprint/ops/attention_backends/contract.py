@@ -4,13 +4,18 @@ Shape letters: B rows, S tokens of a row, H heads, K head size, D entries of cu_
 Query t of a row sees key j iff both lie in the same document, j <= t, and t - j <= window: `window` counts the tokens
 to the left that a query sees besides itself, None means all of them. So a query sees one unbroken run of keys,
 `first_key(...)[t]` to t, which is all that a back end has to know; and that first key never moves left as t grows.
+
+Limits (the window, the longest document) are Python ints or data: int32 tensors of no axes on the CPU. A compiled
+model has a graph for every int that it has met, and one for all values of a tensor.
 """
 
 from itertools import pairwise
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, overload
 
 import torch
 from torch import Tensor
+
+Limit = int | Tensor
 
 
 class Documents(NamedTuple):
@@ -18,18 +23,58 @@ class Documents(NamedTuple):
 
     cu_seqlens: (D,) int32 on the device of q: 0, the cumulative ends in order, then B*S repeated to the fixed length
     D. Equal neighbours are empty documents and cost nothing but a launch slot. Every row end must be among the ends.
-    max_seq_len: no document is longer. A host constant: kernels size their grids by it, a new value is a new graph,
-    and one that is too small silently gives wrong outputs, so have `check_documents` look at whatever you build.
+    max_seq_len: no document is longer. Kernels size their grids by it, and one that is too small silently gives wrong
+    outputs, so have `check_documents` look at whatever you build.
     """
 
     cu_seqlens: Tensor
-    max_seq_len: int
+    max_seq_len: Limit
+
+
+@overload
+def as_data(limit: int) -> Tensor: ...
+@overload
+def as_data(limit: None) -> None: ...
+@overload
+def as_data(limit: int | None) -> Tensor | None: ...
+def as_data(limit: int | None) -> Tensor | None:
+    """`limit` as data. A tensor of its own at each call: a graph is made anew where two arguments become one."""
+    return None if limit is None else torch.tensor(limit, dtype=torch.int32, device="cpu")
+
+
+def times(limit: Limit, factor: int) -> Limit:
+    """`limit` times `factor`, of the same kind. Data is multiplied on the host, without a kernel of the compiler's."""
+    return _times(limit, factor) if isinstance(limit, Tensor) else limit * factor
+
+
+@torch.library.custom_op("nanosprint::times_limit", mutates_args=())
+def _times(limit: Tensor, factor: int) -> Tensor:
+    return limit * factor
+
+
+@_times.register_fake
+def _(limit: Tensor, factor: int) -> Tensor:
+    return torch.empty_like(limit)
+
+
+def on_host(window: Limit | None, documents: Documents | None) -> tuple[int | None, Documents | None]:
+    """Both with ints for limits, for a back end whose shapes depend on them. Not possible inside a compiled graph."""
+    if documents is not None and isinstance(documents.max_seq_len, Tensor):
+        documents = documents._replace(max_seq_len=int(documents.max_seq_len))
+    return window_from(window) if isinstance(window, Tensor) else window, documents
+
+
+def window_from(data: Tensor) -> int:
+    """A window that is data as an int. Raises ValueError where it is negative."""
+    window = int(data)
+    _check_window(window)
+    return window
 
 
 class Attention(Protocol):
     """softmax(scale q kᵀ) v over the visible keys: (B, S, H, K) three times in, once out, in the dtype of q.
 
-    `scale` is a Python float, `window` a Python int >= 0 or None. `documents` None: every row is one document.
+    `scale` is a Python float, `window` at least 0, or None. `documents` None: every row is one document.
     """
 
     def __call__(
@@ -38,13 +83,17 @@ class Attention(Protocol):
         k_BSHK: Tensor,
         v_BSHK: Tensor,
         scale: float,
-        window: int | None,
+        window: Limit | None,
         documents: Documents | None = None,
     ) -> Tensor: ...
 
 
-def first_key(rows: int, seq_len: int, window: int | None, documents: Documents | None, device: torch.device) -> Tensor:
+def first_key(
+    rows: int, seq_len: int, window: Limit | None, documents: Documents | None, device: torch.device
+) -> Tensor:
     """First key, counted from the row's start, that each query sees: int32 (rows, S), or (1, S) without documents."""
+    if isinstance(window, Tensor):
+        window = window.to(device, non_blocking=True)
     position = torch.arange(seq_len, device=device, dtype=torch.int32)[None, :]
     first = torch.zeros_like(position) if window is None else (position - window).clamp_min(0)
     if documents is None:
@@ -58,14 +107,14 @@ def first_key(rows: int, seq_len: int, window: int | None, documents: Documents 
     return torch.maximum(start - row_start, first)
 
 
-def reach(seq_len: int, window: int | None, documents: Documents | None) -> int:
-    """How many tokens to its left a query can see at most, by what is known on the host."""
-    longest = seq_len if documents is None else min(seq_len, documents.max_seq_len)
+def reach(seq_len: int, window: int | None, longest_document: int | None) -> int:
+    """How many tokens to its left a query can see at most."""
+    longest = seq_len if longest_document is None else min(seq_len, longest_document)
     return longest - 1 if window is None else min(window, longest - 1)
 
 
 def check_inputs(
-    q_BSHK: Tensor, k_BSHK: Tensor, v_BSHK: Tensor, window: int | None, documents: Documents | None
+    q_BSHK: Tensor, k_BSHK: Tensor, v_BSHK: Tensor, window: Limit | None, documents: Documents | None
 ) -> None:
     """Raise ValueError for shapes, dtypes or devices that no back end can take. Looks at no tensor's values."""
     shapes = f"q {tuple(q_BSHK.shape)}, k {tuple(k_BSHK.shape)}, v {tuple(v_BSHK.shape)}"
@@ -77,8 +126,10 @@ def check_inputs(
         raise ValueError(f"attention wants no more queries than keys, got {shapes}")
     if not q_BSHK.dtype == k_BSHK.dtype == v_BSHK.dtype:
         raise ValueError(f"attention wants one dtype, got q {q_BSHK.dtype}, k {k_BSHK.dtype}, v {v_BSHK.dtype}")
-    if window is not None and window < 0:
-        raise ValueError(f"window={window} must be at least 0 (only the token itself), or None (no limit)")
+    if isinstance(window, Tensor):
+        _check_data("window", window)
+    elif window is not None:
+        _check_window(window)
     if documents is None:
         return
     cu_seqlens, max_seq_len = documents
@@ -90,8 +141,23 @@ def check_inputs(
         )
     if cu_seqlens.device != q_BSHK.device:
         raise ValueError(f"cu_seqlens is on {cu_seqlens.device}, q on {q_BSHK.device}: move it with .to(q.device)")
-    if max_seq_len < 1:
+    if isinstance(max_seq_len, Tensor):
+        _check_data("max_seq_len", max_seq_len)
+    elif max_seq_len < 1:
         raise ValueError(f"max_seq_len={max_seq_len} must be at least the length of the longest document")
+
+
+def _check_window(window: int) -> None:
+    if window < 0:
+        raise ValueError(f"window={window} must be at least 0 (only the token itself), or None (no limit)")
+
+
+def _check_data(name: str, limit: Tensor) -> None:
+    if limit.ndim or limit.dtype != torch.int32 or limit.device.type != "cpu":
+        raise ValueError(
+            f"{name} as data must be an int32 tensor of no axes on the CPU, got {limit.dtype} {tuple(limit.shape)} on "
+            f"{limit.device}"
+        )
 
 
 def check_documents(documents: Documents, rows: int, seq_len: int) -> Documents:

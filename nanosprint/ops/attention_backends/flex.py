@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from nanosprint.ops.attention_backends.contract import Documents, check_inputs, first_key
+from nanosprint.ops.attention_backends.contract import Documents, Limit, check_inputs, first_key
 
 _BLOCK = 128
 
@@ -26,7 +26,7 @@ def flex(
     k_BSHK: Tensor,
     v_BSHK: Tensor,
     scale: float,
-    window: int | None,
+    window: Limit | None,
     documents: Documents | None = None,
 ) -> Tensor:
     """Attention by FlexAttention, compiled whether or not the caller is. Head size >= 16, as many queries as keys."""
@@ -38,7 +38,7 @@ def flex(
 
 
 def _attend(
-    q_BSHK: Tensor, k_BSHK: Tensor, v_BSHK: Tensor, scale: float, window: int | None, documents: Documents | None
+    q_BSHK: Tensor, k_BSHK: Tensor, v_BSHK: Tensor, scale: float, window: Limit | None, documents: Documents | None
 ) -> Tensor:
     mask = block_mask(first_key(k_BSHK.size(0), k_BSHK.size(1), window, documents, q_BSHK.device))
     q, k, v = (t.transpose(1, 2) for t in (q_BSHK, k_BSHK, v_BSHK))

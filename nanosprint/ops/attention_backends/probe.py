@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from nanosprint.ops.attention_backends.contract import Attention, Documents, pack_documents
+from nanosprint.ops.attention_backends.contract import Attention, Documents, Limit, as_data, pack_documents
 from nanosprint.ops.attention_backends.reference import reference
 
 # Relative Frobenius error, bf16 against fp32 or better; in fp32 rounding is far below either.
@@ -38,7 +38,7 @@ def errors(
     attend: Attention,
     inputs: list[Tensor],
     scale: float,
-    window: int | None,
+    window: Limit | None,
     documents: Documents | None,
 ) -> list[float]:
     """Relative errors of the output and of the gradients of q, k, v against the reference on fp64 copies.
@@ -68,14 +68,17 @@ def failure(
     documents: bool,
     window: bool,
     windows: tuple[int | None, ...] = WINDOWS,
+    limits_as_data: bool = False,
 ) -> str | None:
     """What `attend` gets wrong or how it dies, in a clause; None if it passes. `windows` are tried if `window`."""
     inputs = random_inputs((_ROWS, _SEQ_LEN, 2, head_dim), dtype, device)
     packed = pack_documents(_LENGTHS, slots=16, device=device) if documents else None
+    if packed is not None and limits_as_data:
+        packed = packed._replace(max_seq_len=as_data(max(_LENGTHS)))
     for limit in windows if window else (None,):
         where = f"window={limit}, {'documents' if documents else 'no documents'}"
         try:
-            wrong = errors(attend, inputs, _SCALE, limit, packed)
+            wrong = errors(attend, inputs, _SCALE, as_data(limit) if limits_as_data else limit, packed)
         except Exception as error:  # a library may raise anything, and the next back end may well work
             return f"{type(error).__name__} at {where}: {str(error).strip()[:300]}"
         # Written so that NaN, wherever it stands, fails.

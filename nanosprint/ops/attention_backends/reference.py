@@ -6,7 +6,7 @@ Runs anywhere, in any float dtype, differentiable any number of times. One row a
 import torch
 from torch import Tensor
 
-from nanosprint.ops.attention_backends.contract import Documents, check_inputs, first_key
+from nanosprint.ops.attention_backends.contract import Documents, Limit, check_inputs, first_key
 
 
 def reference(
@@ -14,7 +14,7 @@ def reference(
     k_BSHK: Tensor,
     v_BSHK: Tensor,
     scale: float,
-    window: int | None,
+    window: Limit | None,
     documents: Documents | None = None,
 ) -> Tensor:
     """softmax(scale q kᵀ) v over the visible keys (Vaswani et al. 2017, arXiv:1706.03762).

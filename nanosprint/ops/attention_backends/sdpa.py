@@ -11,7 +11,15 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nanosprint.ops.attention_backends.bands import band_mask, chunked, with_chunk_before
-from nanosprint.ops.attention_backends.contract import Attention, Documents, check_inputs, first_key, reach
+from nanosprint.ops.attention_backends.contract import (
+    Attention,
+    Documents,
+    Limit,
+    check_inputs,
+    first_key,
+    on_host,
+    reach,
+)
 
 _CHUNK_UNIT = 64  # a narrower one would make many tiny products; CUDA copies masks that are no multiple of 8 wide
 
@@ -21,19 +29,20 @@ def sdpa(
     k_BSHK: Tensor,
     v_BSHK: Tensor,
     scale: float,
-    window: int | None,
+    window: Limit | None,
     documents: Documents | None = None,
 ) -> Tensor:
     """Attention by F.scaled_dot_product_attention; any float dtype, CPU and GPU, fewer queries than keys allowed.
 
     With documents or a window: 2 S C bytes of mask a row (and, in some kernels, as many floats), C as above, or S² if
-    that is less.
+    that is less. Limits decide on shapes, so a compiled graph takes them as ints only.
     """
     check_inputs(q_BSHK, k_BSHK, v_BSHK, window, documents)
+    window, documents = on_host(window, documents)
     seq_len = k_BSHK.size(1)
     if q_BSHK.size(1) != seq_len:
         return _last_queries(q_BSHK, k_BSHK, v_BSHK, scale, window)
-    far = reach(seq_len, window, documents)
+    far = reach(seq_len, window, None if documents is None else int(documents.max_seq_len))
     if documents is None and far == seq_len - 1:
         return _call(q_BSHK, k_BSHK, v_BSHK, scale, None)
     chunk = max(1, -(-far // _CHUNK_UNIT)) * _CHUNK_UNIT
@@ -87,9 +96,10 @@ def _dense_only(name: str, kernel: SDPBackend) -> Attention:
         k_BSHK: Tensor,
         v_BSHK: Tensor,
         scale: float,
-        window: int | None,
+        window: Limit | None,
         documents: Documents | None = None,
     ) -> Tensor:
+        window, documents = on_host(window, documents)
         if q_BSHK.size(1) != k_BSHK.size(1):  # generation from a cache: a few queries, no matter by which kernel
             return sdpa(q_BSHK, k_BSHK, v_BSHK, scale, window, documents)
         if documents is not None or reach(k_BSHK.size(1), window, None) < k_BSHK.size(1) - 1:

@@ -9,7 +9,7 @@ import time
 import torch
 
 from nanosprint.ops.attention_backends import probe
-from nanosprint.ops.attention_backends.contract import Attention, Documents, pack_documents
+from nanosprint.ops.attention_backends.contract import Attention, Documents, Limit, as_data, pack_documents
 from nanosprint.ops.attention_backends.table import TABLE, Needs
 
 log = logging.getLogger(__name__)
@@ -72,7 +72,8 @@ def fastest(
 def _try(
     name: str, needs: Needs, num_heads: int, seq_len: int, rows: int, window: int | None, max_seq_len: int | None
 ) -> tuple[float | None, str | None]:
-    """(milliseconds, None), or (None, why not)."""
+    """(milliseconds, None), or (None, why not). Limits are ints or data, as training has them."""
+    as_trained = not TABLE[name].bakes_limits
     try:
         attend = TABLE[name].load()
     except ImportError as error:
@@ -85,6 +86,7 @@ def _try(
         documents=needs.documents,
         window=needs.window,
         windows=probe.FEW_WINDOWS if TABLE[name].compiles else probe.WINDOWS,
+        limits_as_data=as_trained,
     )
     if failure is not None:
         log.warning("attention: %s is installed but failed its check on %s: %s", name, needs.device, failure)
@@ -92,7 +94,8 @@ def _try(
     documents = sample_documents(rows, seq_len, max_seq_len, needs.device) if needs.documents else None
     shape = (rows, seq_len, num_heads, needs.head_dim)
     try:
-        return time_ms(attend, shape, needs.dtype, needs.device, window, documents), None
+        limit = as_data(window) if as_trained else window
+        return time_ms(attend, shape, needs.dtype, needs.device, limit, documents), None
     except Exception as error:  # out of memory, most likely, which is a reason to take another
         return None, f"{type(error).__name__} at the real shape: {str(error).strip()[:200]}"
 
@@ -116,7 +119,7 @@ def time_ms(
     shape: tuple[int, ...],
     dtype: torch.dtype,
     device: torch.device,
-    window: int | None,
+    window: Limit | None,
     documents: Documents | None,
 ) -> float:
     """Median milliseconds of a forward and backward pass by CUDA events, after two that warm up."""

@@ -25,11 +25,16 @@ class Needs:
 
 @dataclass(frozen=True)
 class Backend:
-    """`load` gives the function, or ImportError; `refuses` says in a clause why it cannot serve, or None."""
+    """`load` gives the function, or ImportError; `refuses` says in a clause why it cannot serve, or None.
+
+    `bakes_limits`: a compiled graph holds the window and the longest document as constants, so that every new value is
+    a new graph. The others take them as data.
+    """
 
     load: Callable[[], Attention]
     refuses: Callable[[Needs], str | None]
     compiles: bool = False  # at first use, for seconds
+    bakes_limits: bool = False
 
 
 def _capability(device: torch.device) -> tuple[int, int]:
@@ -94,10 +99,10 @@ def _anything(needs: Needs) -> str | None:
 
 
 TABLE: dict[str, Backend] = {
-    "sdpa": Backend(lambda: sdpa.sdpa, _anything),
-    "batched": Backend(lambda: batched, _no_documents),
-    "cudnn": Backend(lambda: sdpa.cudnn, _dense_only),
-    "flash": Backend(lambda: sdpa.flash, _dense_only),
+    "sdpa": Backend(lambda: sdpa.sdpa, _anything, bakes_limits=True),
+    "batched": Backend(lambda: batched, _no_documents, bakes_limits=True),
+    "cudnn": Backend(lambda: sdpa.cudnn, _dense_only, bakes_limits=True),
+    "flash": Backend(lambda: sdpa.flash, _dense_only, bakes_limits=True),
     "flex": Backend(_load_flex, _flex, compiles=True),
     "fa2": Backend(fa2.load, _fa2),
     "fa3": Backend(fa3.load, _fa3),

@@ -1,0 +1,177 @@
+"""Carries out training runs as processes, a GPU each, and keeps what their records say as small rows of JSON."""
+
+import json
+import os
+import queue
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from nanosprint.results.record import RunRecord
+from nanosprint.results.runs import RunDir
+
+_SETTLING_STEPS = 5  # of a run, left out of its steady rate
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run: which table it belongs to ("full" or "worth"), its rung, budget and seed, and how it is started."""
+
+    kind: str
+    rung: str
+    setting: str
+    seed: int
+    overrides: dict[str, str]
+    command: tuple[str, ...]  # what follows is the run directory
+    cold: bool = False  # whether nothing compiled before may be used
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}-{self.rung}-{self.setting.replace(' ', '-')}-{self.seed}"
+
+
+def job(
+    kind: str,
+    rung: str,
+    setting: str,
+    seed: int,
+    overrides: dict[str, str],
+    *,
+    data: str | None = None,
+    budget: str | None = None,
+    cold: bool = False,
+) -> Job:
+    """A run of `nanosprint train`."""
+    words = [f"{key}={value}" for key, value in overrides.items()]
+    options = ["--seed", str(seed)]
+    options += ["--data", data] if data else []
+    options += ["--budget", budget] if budget else []
+    command = (sys.executable, "-m", "nanosprint", "train", rung, *words, *options, "--out")
+    return Job(kind, rung, setting, seed, overrides, command, cold)
+
+
+def run_jobs(
+    jobs: Sequence[Job], results: Path, runs: Path, *, parallel: int = 1, stop_after_s: float = float("inf")
+) -> None:
+    """Carry out those of `jobs` that have no row in `results` yet, `parallel` at a time, in order."""
+    results.mkdir(parents=True, exist_ok=True)
+    waiting: queue.SimpleQueue[Job] = queue.SimpleQueue()
+    for one in jobs:
+        if not _is_done(one, results):
+            waiting.put(one)
+    print(f"{waiting.qsize()} of {len(jobs)} runs to do", flush=True)
+    deadline = time.monotonic() + stop_after_s
+    workers = [threading.Thread(target=_work, args=(waiting, results, runs, gpu, deadline)) for gpu in _gpus(parallel)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    if waiting.qsize():
+        print(f"{waiting.qsize()} runs were not started, {stop_after_s:g} s are over: start again for them", flush=True)
+
+
+def _is_done(one: Job, results: Path) -> bool:
+    """Whether there is a row of this run, with the same overrides."""
+    path = results / f"{one.name}.json"
+    return path.exists() and json.loads(path.read_text())["overrides"] == one.overrides
+
+
+def _gpus(parallel: int) -> list[str | None]:
+    """What CUDA_VISIBLE_DEVICES is for each worker; None leaves it as it is."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    ids = visible.split(",") if visible else [str(i) for i in range(parallel)]
+    if parallel > len(ids):
+        raise ValueError(f"--gpus-parallel {parallel}, but CUDA_VISIBLE_DEVICES={visible} names {len(ids)}")
+    return list(ids[:parallel]) if parallel > 1 else [None]
+
+
+def _work(waiting: "queue.SimpleQueue[Job]", results: Path, runs: Path, gpu: str | None, deadline: float) -> None:
+    while time.monotonic() < deadline:
+        try:
+            one = waiting.get_nowait()
+        except queue.Empty:
+            return
+        started = time.monotonic()
+        try:
+            row = _carry_out(one, runs, gpu)
+        except (OSError, ValueError) as error:
+            print(f"{one.name}: failed: {error}", flush=True)
+            continue
+        (results / f"{one.name}.json").write_text(json.dumps(row, indent=1) + "\n")
+        loss = "no loss" if row["val_loss"] is None else f"loss {row['val_loss']:.4f}"
+        print(
+            f"{one.name}: {loss}, {row['steps']} steps, {row['tokens_per_s']:,.0f} tokens/s, start-up "
+            f"{row['startup_s']:.0f} s, {time.monotonic() - started:.0f} s in all",
+            flush=True,
+        )
+
+
+def _carry_out(one: Job, runs: Path, gpu: str | None) -> dict[str, Any]:
+    """Run it and read its record. Raises ValueError with the last thing it said where it did not finish."""
+    folder = _unused(runs / one.name)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    environment = dict(os.environ)
+    if gpu is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = gpu
+    with tempfile.TemporaryDirectory() as empty, Path(f"{folder}.log").open("w") as log:
+        if one.cold:
+            environment["TORCHINDUCTOR_CACHE_DIR"] = environment["TRITON_CACHE_DIR"] = empty
+        command = [*one.command, str(folder)]
+        code = subprocess.run(command, env=environment, stdout=log, stderr=subprocess.STDOUT).returncode
+    if code:
+        said = Path(log.name).read_text(errors="replace").strip().splitlines()
+        raise ValueError(f"{said[-1] if said else 'nothing said'} (code {code}, {log.name})")
+    row = row_of(one, folder)
+    shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # gigabytes, and the record has what is asked for
+    return row
+
+
+def _unused(folder: Path) -> Path:
+    """`folder`, or the first of folder-2, folder-3 ... where earlier attempts lie."""
+    attempts = [folder, *(folder.with_name(f"{folder.name}-{i}") for i in range(2, 100))]
+    return next(path for path in attempts if not path.exists())
+
+
+def row_of(one: Job, folder: Path) -> dict[str, Any]:
+    """What the tables need of a finished run. Raises ValueError where its record is missing or it did not finish."""
+    record = RunRecord.load(RunDir(folder))
+    if record.status != "finished":
+        raise ValueError(f"{folder} is {record.status}, not finished")
+    rate = steady_rate([line for line in RunDir(folder).read_metrics() if line["kind"] == "train"])
+    rate = rate or record.tokens_per_s
+    mfu = record.mfu
+    known = mfu is not None and mfu.peak_flops is not None and rate is not None
+    about = {key: value for key, value in asdict(one).items() if key != "command"}
+    return {
+        **about,
+        "recipe_hash": record.recipe_hash,
+        "steps": record.steps,
+        "tokens": record.tokens,
+        "train_s": record.train_ms / 1000,
+        "startup_s": record.startup_ms / 1000,
+        "tokens_per_s": rate,
+        "mfu": rate * mfu.flops_per_token / mfu.peak_flops if known else None,
+        "memory_gib": None if record.peak_memory_bytes is None else record.peak_memory_bytes / 2**30,
+        "val_loss": record.val_loss,
+        "val_tokens": record.data.val_tokens,
+        "execution": record.execution,
+        "devices": record.devices,
+        "versions": record.versions,
+        "commit": record.commit,
+        "dirty": record.dirty,
+    }
+
+
+def steady_rate(lines: list[dict[str, Any]]) -> float | None:
+    """Tokens per second over all steps but the first few; None where there are no more than those."""
+    if len(lines) <= _SETTLING_STEPS + 1:
+        return None
+    first, last = lines[_SETTLING_STEPS], lines[-1]
+    return 1000 * float(last["tokens"] - first["tokens"]) / float(last["train_ms"] - first["train_ms"])
