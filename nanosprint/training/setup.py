@@ -18,14 +18,13 @@ from nanosprint.errors import UserError
 from nanosprint.model.gpt import GPT
 from nanosprint.model.head import Linear
 from nanosprint.model.linear import linear
-from nanosprint.model.roles import collect_roles
 from nanosprint.ops.fp8 import fp8_linear_for
-from nanosprint.optim.build import DTYPES, Optimizers
+from nanosprint.optim.build import DTYPES
 from nanosprint.training import distributed
 from nanosprint.training.distributed import World
 from nanosprint.training.request import Budget, RunRequest
 from nanosprint.training.resolve import resolve
-from nanosprint.training.state import TrainState
+from nanosprint.training.state import TrainState, build_engine
 from nanosprint.training.step import LossSum
 from nanosprint.training.warmup import measure_step_ms, warm_up
 
@@ -119,8 +118,7 @@ def build_state(recipe: Recipe, execution: Execution, seed: int, device: torch.d
     model.init_weights(seed)
     model.extend(max(recipe.eval.seq_len, recipe.model.seq_len))
     model.to(device=device, dtype=wide)
-    optimizers = Optimizers(dict(model.named_parameters()), collect_roles(model), recipe.groups, recipe.precision)
-    return TrainState(model, optimizers)
+    return TrainState(model, build_engine(model, recipe))
 
 
 def _head_linear(recipe: Recipe, execution: Execution, device: torch.device) -> Linear:

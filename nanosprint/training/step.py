@@ -1,13 +1,11 @@
-"""One optimizer step: forward and backward over the micro-batches, one exchange of gradients, one update."""
+"""One optimizer step: forward and backward over the micro-batches, and the update, which overlaps the last of them."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
-import torch
 from torch import Tensor
 
 from nanosprint.config.schedule import StepPlan
-from nanosprint.optim.build import Optimizers
-from nanosprint.training import distributed
+from nanosprint.optim.engine import Engine
 from nanosprint.training.batch import ModelInput
 
 LossSum = Callable[..., Tensor]  # `GPT.loss_sum`, compiled or not
@@ -15,7 +13,7 @@ LossSum = Callable[..., Tensor]  # `GPT.loss_sum`, compiled or not
 
 def train_step(
     loss_sum: LossSum,
-    optimizers: Optimizers,
+    engine: Engine,
     micro_batches: Iterable[ModelInput],
     plan: StepPlan,
     grad_clip: float | None,
@@ -26,15 +24,22 @@ def train_step(
     are spread over.
     """
     total = None
-    for arguments in micro_batches:
+    for arguments, last in _marked(micro_batches):
         loss = loss_sum(*arguments)
+        if last:
+            engine.begin(plan)
         (loss / plan.batch_tokens).backward()
         total = loss.detach() if total is None else total + loss.detach()
     assert total is not None, "a step has at least one micro-batch"
-    # The others go on accumulating, each process its own part, until it is their turn.
-    parameters = optimizers.due(plan)
-    distributed.sum_gradients(parameters)
-    if grad_clip is not None:
-        torch.nn.utils.clip_grad_norm_(parameters, grad_clip)
-    optimizers.step(plan)
+    engine.step(plan, grad_clip)
     return total
+
+
+def _marked(micro_batches: Iterable[ModelInput]) -> Iterator[tuple[ModelInput, bool]]:
+    """Each with whether it is the last, which takes a look at the one behind it."""
+    batches = iter(micro_batches)
+    batch = next(batches, None)
+    while batch is not None:
+        following = next(batches, None)
+        yield batch, following is None
+        batch = following

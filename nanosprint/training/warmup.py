@@ -14,7 +14,7 @@ from nanosprint.config.recipe import Recipe
 from nanosprint.data.loader import StepData
 from nanosprint.training import distributed
 from nanosprint.training.batch import model_inputs, random_input
-from nanosprint.training.state import TrainState, copied
+from nanosprint.training.state import TrainState
 from nanosprint.training.step import LossSum, train_step
 
 Synchronize = Callable[[], None]
@@ -24,7 +24,7 @@ def warm_up(
     state: TrainState, loss_sum: LossSum, recipe: Recipe, lanes: int, micro_batches: int, *, compiled: bool
 ) -> None:
     """Train and validate on random tokens once, or once for every graph of a compiled run, then restore `state`."""
-    saved = copied(state.capture())
+    saved = state.snapshot()
     rows = recipe.eval.batch_tokens // recipe.eval.seq_len
     last = recipe.train.num_steps - 1
     try:
@@ -35,7 +35,7 @@ def warm_up(
             for step in new_graphs(recipe, validation_steps(recipe) if compiled else [last]):
                 loss_sum(*random_input(recipe, rows, recipe.eval.seq_len, state.model.embed.weight.device, step))
     finally:
-        state.restore(saved)
+        state.put_back(saved)
 
 
 def new_graphs(recipe: Recipe, steps: Iterable[int]) -> list[int]:
@@ -72,18 +72,18 @@ def measure_step_ms(
     Real tokens, because what a look-up costs depends on them; windows and rates are those of the middle of the run.
     `state` is restored afterwards. Every process must call it; their answers differ by the noise of their clocks.
     """
-    saved, plan = copied(state.capture()), recipe.plan(recipe.train.num_steps // 2)
+    saved, plan = state.snapshot(), recipe.plan(recipe.train.num_steps // 2)
     times: list[float] = []
     for step in data:
         synchronize()
         start = time.perf_counter()
         inputs = model_inputs(step.micro_batches, plan.windows)
-        train_step(loss_sum, state.optimizers, inputs, plan, recipe.train.grad_clip)
+        train_step(loss_sum, state.engine, inputs, plan, recipe.train.grad_clip)
         synchronize()
         times.append(time.perf_counter() - start)
         if distributed.from_main(len(times) >= 5 and sum(times) >= seconds):
             break
-    state.restore(saved)
+    state.put_back(saved)
     return 1000 * statistics.median(times)
 
 
@@ -92,4 +92,4 @@ def _random_step(state: TrainState, loss_sum: LossSum, recipe: Recipe, lanes: in
     rows = plan.batch_tokens // recipe.train.lanes // plan.seq_len * lanes
     device = state.model.embed.weight.device
     batches = (random_input(recipe, rows, plan.seq_len, device, state.step) for _ in range(micro_batches))
-    train_step(loss_sum, state.optimizers, batches, plan, recipe.train.grad_clip)
+    train_step(loss_sum, state.engine, batches, plan, recipe.train.grad_clip)
