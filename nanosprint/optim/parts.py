@@ -1,6 +1,6 @@
 """What the engine handles one by one: a bank or a table, with its rule, its messages and its state.
 
-A step takes a part through `reduce` (launched, perhaps during the backward pass), `wait_reduced`, `update` (of what this
+A step takes a part through `reduce` (launched, perhaps during the backward pass), `wait_reduced`, `update` (what this
 process owns), `gather` (launched) and `wait_gathered`. State goes out and in twofold: `state` and `load_state` are this
 process's share, for putting back what a warm-up changed; `whole_state` and `load_whole_state` go by parameter name with
 whole tensors, so that a checkpoint fits any number of processes.
