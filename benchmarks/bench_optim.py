@@ -163,6 +163,7 @@ def bench_cuda(rows, muon_alone):
                     lr, momentum = torch.tensor(1e-4), torch.tensor(0.95)  # tensors: a changed float would recompile
                     compiled = torch.compile(Muon(trunk, lr=lr, momentum=momentum).step)
                     report(f"Muon compiled, {label}", compiled, work)
+    bench_banks(report, matrices, work)
     if muon_alone:
         return
     trunk = make_params(matrices, "cuda")
@@ -171,10 +172,21 @@ def bench_cuda(rows, muon_alone):
     report("AdamW on the rest, fp32", AdamW(others, lr=1e-4).step)
     report("AdamW on the rest, foreach", AdamW(others, lr=1e-4, implementation="foreach").step)
     report("AdamW on the rest, bf16", AdamW(make_params(rest, "cuda", torch.bfloat16), lr=1e-4).step)
+    report("AdamW on the rest, bf16 cautious", AdamW(make_params(rest, "cuda", torch.bfloat16), decay="cautious").step)
     report("torch.optim.AdamW fused", torch.optim.AdamW(others, lr=1e-4, fused=True).step)
     soap = SOAP(trunk, lr=1e-4)
     soap.step()
     report("SOAP", soap.step, repeats=10)
+
+
+def bench_banks(report, matrices, work):
+    """One stacked bf16 parameter a shape, as sharded runs have them: bare, with every option, and as CUDA graphs."""
+    banks = [(matrices.count(s), *s) for s in dict.fromkeys(matrices)]
+    options = {"variance_beta": 0.9, "decay": "cautious", "weight_decay": 1.2, "mantissa": True}
+    for label, extra in (("bf16", {}), ("every option", options), ("graphs", {**options, "cuda_graph": True})):
+        params = make_params(banks, "cuda", torch.bfloat16)
+        muon = Muon(params, lr=1e-4, orthogonalizer="polar_express", stacked=True, **extra)
+        report(f"Muon on banks, {label}", muon.step, work)
 
 
 def main():

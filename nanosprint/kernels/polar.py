@@ -14,21 +14,26 @@ _BLOCK = 4096  # elements of a program: four wide loads a thread
 
 
 @triton.jit
-def _divide_kernel(X, OUT, divisors, size, BLOCK: tl.constexpr):
+def _divide_kernel(X, OUT, norms, size, margin, eps, BLOCK: tl.constexpr):
     matrix = tl.program_id(1)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     offset = matrix.to(tl.int64) * size
     x = tl.load(X + offset + at, mask=at < size, other=0.0).to(tl.float32)
-    quotient = tl.div_rn(x, tl.load(divisors + matrix))
+    quotient = tl.div_rn(x, tl.load(norms + matrix) * margin + eps)
     tl.store(OUT + offset + at, quotient.to(OUT.dtype.element_ty), mask=at < size)
 
 
-def divide(X: Tensor, divisors: Tensor) -> Tensor:
-    """X (B, M, N), contiguous, over divisors (B, 1, 1) in fp32, as a new tensor: torch's mixed division is slow."""
+def divide(X: Tensor, norms: Tensor, margin: float = 1.0, eps: float = 0.0) -> Tensor:
+    """X (B, M, N), contiguous, over margin * norms + eps, as a new tensor: torch's mixed division is slow.
+
+    norms (B, 1, 1) in fp32.
+    """
     out, size = torch.empty_like(X), X.shape[1] * X.shape[2]
     if X.numel():
         with torch.cuda.device_of(X):
-            _divide_kernel[(triton.cdiv(size, _BLOCK), len(X))](X, out, divisors, size, BLOCK=_BLOCK, num_warps=8)
+            _divide_kernel[(triton.cdiv(size, _BLOCK), len(X))](
+                X, out, norms, size, margin, eps, BLOCK=_BLOCK, num_warps=8
+            )
     return out
 
 

@@ -99,13 +99,12 @@ def _normalize(G: Tensor, dtype: torch.dtype, margin: float, eps: float) -> Tens
     # The norm is that of the rounded values, summed in fp32 at least: a norm rounded to bf16 could be 0.2 % short.
     wide = torch.promote_types(dtype, torch.float32)
     norm = torch.linalg.vector_norm(X, dim=(-2, -1), keepdim=True, dtype=wide)
-    divisor = norm * margin + eps
     # A compiler fuses the plain division into what comes before it.
     if not torch.compiler.is_compiling() and X.is_cuda and wide == torch.float32 and has_triton():
         from nanosprint.kernels.polar import divide
 
-        return divide(X.contiguous(), divisor)
-    return torch.div(X, divisor, out=torch.empty_like(X, memory_format=torch.contiguous_format))
+        return divide(X.contiguous(), norm, margin, eps)
+    return torch.div(X, norm * margin + eps, out=torch.empty_like(X, memory_format=torch.contiguous_format))
 
 
 def _iterate(X: Tensor, coefficients: Coefficients) -> Tensor:

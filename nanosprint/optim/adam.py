@@ -10,16 +10,20 @@ is why embeddings, gains, biases and heads, whose gradients differ by orders of 
 `eps_form` says what eps is added to. "corrected" is the line above, as in torch.optim.AdamW; "uncorrected" adds eps
 to sqrt(v) itself with the step size lr sqrt(1 - b2^t) / (1 - b1^t), as the speedrun and SOAP do. They are the same
 but for the size of eps early on: uncorrected eps equals a corrected eps / sqrt(1 - b2^t).
+
+`decay="cautious"` shrinks only weights that the step itself moves toward zero, by lr^2 wd instead of lr wd. A weight
+with a step of exactly zero is left alone. `lr_scale` multiplies lr everywhere, so that cautious decay has its square.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
+from nanosprint.kernels import has_triton
 from nanosprint.optim.dtensor import local, local_like
-from nanosprint.optim.shell import Shell, as_dtype, check_unit, number, state_dtype
+from nanosprint.optim.shell import Decay, Shell, as_dtype, check_unit, number, shrink_, state_dtype
 
 EpsForm = Literal["corrected", "uncorrected"]
 Implementation = Literal["auto", "foreach", "fused"]
@@ -37,13 +41,14 @@ def adamw_(
     eps: float,
     weight_decay: float = 0.0,
     eps_form: EpsForm = "corrected",
+    decay: Decay = "plain",
 ) -> None:
     """One AdamW update of several tensors at once, all at their update number `step` (from 1).
 
     params, grads: any float dtype, any shapes, pairwise equal. exp_avgs (m), exp_avg_sqs (v): the same shapes in one
     dtype, fp32 or wider, in which all arithmetic is done; narrower parameters are rounded once at the end. params and
     both averages are updated in place; grads are only read. step and lr may be 0-D tensors. Source: Kingma & Ba 2014,
-    arXiv:1412.6980; Loshchilov & Hutter 2017, arXiv:1711.05101.
+    arXiv:1412.6980; Loshchilov & Hutter 2017, arXiv:1711.05101; cautious decay Chen et al. 2025, arXiv:2510.12402.
     """
     beta1, beta2 = betas
     wide = exp_avgs[0].dtype
@@ -63,7 +68,9 @@ def adamw_(
     torch._foreach_reciprocal_(updates)
     torch._foreach_mul_(updates, exp_avgs)
     torch._foreach_mul_(updates, lr / (1 - beta1**step))
-    if weight_decay:
+    if weight_decay and decay == "cautious":
+        shrink_(weights, list(updates), lr * lr * weight_decay, strict=True)
+    elif weight_decay:
         torch._foreach_mul_(weights, 1 - lr * weight_decay)
     torch._foreach_sub_(weights, updates)
     _write_back(params, weights)
@@ -81,8 +88,10 @@ def adamw_fused_(
     eps: float,
     weight_decay: float = 0.0,
     eps_form: EpsForm = "corrected",
+    decay: Decay = "plain",
 ) -> None:
-    """`adamw_` as one pass over memory by torch's own kernel (CPU or CUDA): all tensors fp32, or all fp64."""
+    """`adamw_` as one pass over memory by torch's own kernel (CPU or CUDA): all fp32, or all fp64, and plain decay."""
+    assert decay == "plain"
     if eps_form == "uncorrected":
         eps = eps / (1 - betas[1] ** step) ** 0.5
     count = torch.full((), float(step), device=params[0].device)
@@ -92,12 +101,43 @@ def adamw_fused_(
     )  # fmt: skip
 
 
+def adamw_triton_(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    *,
+    step: int,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float = 0.0,
+    eps_form: EpsForm = "corrected",
+    decay: Decay = "plain",
+) -> None:
+    """`adamw_` as one pass over memory on a GPU: fp32 averages, tensors as `kernels.adam.can_fuse` wants them."""
+    from nanosprint.kernels.adam import adam_step
+
+    beta1, beta2 = betas
+    root_correction2 = (1 - beta2**step) ** 0.5
+    adam_step(
+        params, grads, exp_avgs, exp_avg_sqs,
+        betas=betas,
+        root_scale=1 / root_correction2,
+        eps=eps / root_correction2 if eps_form == "uncorrected" else eps,
+        step_size=lr / (1 - beta1**step),
+        decay=lr * lr * weight_decay if decay == "cautious" else lr * weight_decay,
+        cautious=decay == "cautious",
+    )  # fmt: skip
+
+
 class AdamW(Shell):
     """Adam with decoupled weight decay, for any parameters; defaults give the numbers of `torch.optim.AdamW`.
 
     params: tensors, named tensors or groups, as for any torch optimizer; a group may set any option of its own, and
-    each may change between steps. lr: a float or a 0-D tensor. eps_form: see the module. implementation: "foreach"
-    (torch._foreach kernels), "fused" (one kernel; fp32 or fp64 parameters), or "auto", fused wherever it can be.
+    each may change between steps. lr: a float or a 0-D tensor. eps_form, decay ("plain", "cautious"), lr_scale: see the
+    module. implementation: "foreach" (torch._foreach kernels), "fused" (one kernel: torch's for fp32 or fp64 parameters
+    with plain decay, otherwise Triton's, on a GPU), or "auto", fused wherever it can be.
     State per parameter, in `state_dict` under torch's names: step (CPU), exp_avg and exp_avg_sq, fp32 at least
     whatever the parameter's dtype. A parameter whose gradient is None is left alone, and its step does not advance.
     DTensor parameters are updated shard by shard, without communication. Raises ValueError for options out of range
@@ -113,11 +153,13 @@ class AdamW(Shell):
         weight_decay: float = 1e-2,
         *,
         eps_form: EpsForm = "corrected",
+        decay: Decay = "plain",
+        lr_scale: float = 1.0,
         implementation: Implementation = "auto",
     ) -> None:
         defaults = {
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay,
-            "eps_form": eps_form, "implementation": implementation,
+            "eps_form": eps_form, "decay": decay, "lr_scale": lr_scale, "implementation": implementation,
         }  # fmt: skip
         super().__init__(params, defaults)
 
@@ -141,8 +183,9 @@ class AdamW(Shell):
             return
         torch._foreach_add_(steps, 1)
         options = {
-            "lr": number(group["lr"]), "betas": group["betas"], "eps": group["eps"],
+            "lr": number(group["lr"]) * group["lr_scale"], "betas": group["betas"], "eps": group["eps"],
             "weight_decay": group["weight_decay"], "eps_form": group["eps_form"],
+            "decay": group["decay"],
         }  # fmt: skip
         columns = (params, grads, exp_avgs, exp_avg_sqs)
         if torch.compiler.is_compiling():  # steps cannot be read while tracing; the compiler batches on its own
@@ -152,8 +195,7 @@ class AdamW(Shell):
         for (step, *_), rows in _batches(params, grads, steps).items():
             batch = [[local(column[i]) for i in rows] for column in columns]
             batch[1] = [local_like(grads[i], params[i]) for i in rows]
-            rule = adamw_fused_ if _fusible(group["implementation"], batch, options["lr"]) else adamw_
-            rule(*batch, step=step, **options)
+            _rule(group, batch, options["lr"])(*batch, step=step, **options)
 
     def _init_group(self, group: dict[str, Any], *columns: list[Tensor]) -> None:
         """Append this group's tensors to the lists. The name is one that torch.compile runs outside its graph."""
@@ -187,20 +229,32 @@ def _batches(params: list[Tensor], grads: list[Tensor], steps: list[Tensor]) -> 
     return batches
 
 
-def _fusible(implementation: Implementation, batch: list[list[Tensor]], lr: Any) -> bool:
-    """Whether to take torch's fused kernel; ValueError if it was asked for and cannot."""
-    if implementation == "foreach":
-        return False
-    devices_fit = batch[0][0].device.type in ("cpu", "cuda")
-    dtypes_fit = len({tensors[0].dtype for tensors in batch}) == 1
-    if devices_fit and dtypes_fit and not isinstance(lr, Tensor):
-        return True
-    if implementation == "fused":
+def _rule(group: dict[str, Any], batch: list[list[Tensor]], lr: Any) -> Callable[..., None]:
+    """The fastest form that can take this batch, or the one asked for; ValueError if that cannot."""
+    choice, param = group["implementation"], batch[0][0]
+    if choice == "foreach":
+        return adamw_
+    if not isinstance(lr, Tensor):
+        same_dtypes = len({tensors[0].dtype for tensors in batch}) == 1
+        if group["decay"] == "plain" and same_dtypes and param.device.type in ("cpu", "cuda"):
+            return adamw_fused_
+        if _takes_triton(batch):
+            return adamw_triton_
+    if choice == "fused":
         raise ValueError(
-            f"implementation='fused' needs fp32 or fp64 parameters and gradients on cpu or cuda and lr as a float or "
-            f"a CPU tensor, got {batch[0][0].dtype} and {batch[1][0].dtype} on {batch[0][0].device}: use 'auto'"
+            "implementation='fused' needs fp32 or fp64 parameters and gradients on cpu or cuda, plain decay and lr as "
+            f"a float or a CPU tensor (or Triton on cuda), got {param.dtype} and {batch[1][0].dtype} on "
+            f"{param.device} and decay={group['decay']!r}: use 'auto'"
         )
-    return False
+    return adamw_
+
+
+def _takes_triton(batch: list[list[Tensor]]) -> bool:
+    if not (batch[0][0].is_cuda and has_triton()):
+        return False
+    from nanosprint.kernels.adam import can_fuse
+
+    return can_fuse(*batch)
 
 
 def _write_back(params: Sequence[Tensor], weights: list[Tensor]) -> None:

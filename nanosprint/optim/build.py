@@ -86,36 +86,37 @@ def _storage(group: ParamGroup, held: dict[str, Tensor]) -> torch.dtype:
 
 
 def _optimizer(group: ParamGroup, tensors: list[Tensor], precision: Precision) -> torch.optim.Optimizer:
-    options = {"lr": group.lr, "base_lr": group.lr, "weight_decay": group.weight_decay}
-    if group.lr_scale != 1:
-        options["lr_scale"] = group.lr_scale
-    if group.storage == "bf16+16" and tensors[0].dtype == torch.bfloat16:
-        options["mantissa"] = True
-    optimizer: torch.optim.Optimizer = _RULES[type(group.rule)](
-        [{"params": tensors, **options, **_rule_options(group, precision)}]
-    )
+    options = {
+        "params": tensors,
+        "weight_decay": group.weight_decay,
+        **_rule_options(group, precision, tensors[0].dtype),
+    }
+    if isinstance(group.rule, AdamConfig | MuonConfig):
+        options |= {"lr": group.lr, "lr_scale": group.lr_scale, "decay": group.rule.decay}
+    else:  # these know no second rate
+        options |= {"lr": group.lr * group.lr_scale}
+    if group.storage == "bf16+16" and not isinstance(group.rule, MuonConfig):
+        raise ValueError(f"storage='bf16+16' of role {group.role!r} needs MuonConfig: take 'bf16' or 'fp32'")
+    optimizer: torch.optim.Optimizer = _RULES[type(group.rule)]([{**options, "base_lr": options["lr"]}])
     return optimizer
 
 
-def _rule_options(group: ParamGroup, precision: Precision) -> dict[str, Any]:
+def _rule_options(group: ParamGroup, precision: Precision, stored: torch.dtype) -> dict[str, Any]:
     rule = group.rule
     if isinstance(rule, AdamConfig):
-        decay = {} if rule.decay == "plain" else {"decay": rule.decay}
-        return {"betas": rule.betas, "eps": rule.eps, "eps_form": rule.eps_form, **decay}
+        return {"betas": rule.betas, "eps": rule.eps, "eps_form": rule.eps_form}
     if isinstance(rule, SoapConfig):
         return {"betas": rule.betas, "eps": rule.eps, "refresh_every": rule.refresh_every}
     if isinstance(rule, RowAdagradConfig):
         return {"power": rule.power}
-    variance = {} if rule.variance_beta is None else {"variance_beta": rule.variance_beta}
-    decay = {} if rule.decay == "plain" else {"decay": rule.decay}
     return {
         "momentum": rule.momentum,
         "scale": rule.scale,
         "orthogonalizer": rule.orthogonalizer,
         "orthogonalize_dtype": DTYPES[precision.orthogonalize],
         "stacked": True,
-        **variance,
-        **decay,
+        "variance_beta": rule.variance_beta,
+        "mantissa": group.storage == "bf16+16" and stored == torch.bfloat16,
     }
 
 

@@ -13,6 +13,17 @@ cols)), which gives entries of size 1, so lr is tiny, as for Adam.
 What counts as one matrix matters: Q, K and V stored in one (3 D, D) tensor are three (`split=3` in their group).
 Matrices of one shape are stacked and orthogonalised in one batch, which is what makes this cheap. A parameter may also
 be such a stack from the start: (k, M, N) with `stacked=True` is k tensors of (M, N).
+
+Three options on top of that, all off by default:
+
+- `variance_beta` evens the update out (NorMuon): singular values of 1 do not make rows equally long, so each row (of a
+  wide matrix: each column) is divided by the root of its running mean square, and the matrix gets its norm back.
+- `decay="cautious"` shrinks only weights that the step already moves toward zero, and by lr^2 rather than lr.
+- `mantissa` keeps the lower halves of bf16 parameters: see `optim.mantissa`.
+
+Shape decides more than speed: s, and which axis is evened out, follow from rows and columns *as stored*. A projection
+stored transposed has another rate. And a matrix of one row has columns of one entry, each of which would become +-1:
+gates do not belong here.
 """
 
 from collections.abc import Sequence
@@ -23,16 +34,22 @@ from torch import Tensor
 
 from nanosprint.kernels import has_triton
 from nanosprint.ops.polar import orthogonalizer as find_orthogonalizer
-from nanosprint.optim.dtensor import gather, layout, local, local_like, scatter
-from nanosprint.optim.shell import Shell, as_dtype, check_unit, number, state_dtype, subtract_
+from nanosprint.ops.recorded import can_record, recorded
+from nanosprint.optim.dtensor import gather, is_sharded, layout, local, local_like, scatter
+from nanosprint.optim.mantissa import LOW, join
+from nanosprint.optim.mantissa import split as split_master
+from nanosprint.optim.shell import Decay, Shell, as_dtype, check_unit, number, shrink_, state_dtype, subtract_
 
 Scale = Literal["spectral", "rms"]
+FLOOR = 1e-10  # of second moments and norms
 
 
 def muon_(
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
     exp_avgs: Sequence[Tensor],
+    second_moments: Sequence[Tensor] | None = None,
+    mantissas: Sequence[Tensor] | None = None,
     *,
     lr: float | Tensor,
     momentum: float | Tensor = 0.95,
@@ -43,53 +60,149 @@ def muon_(
     dtype: torch.dtype = torch.bfloat16,
     split: int = 1,
     stacked: bool = False,
+    variance_beta: float | None = None,
+    decay: Decay = "plain",
+    lr_scale: float = 1.0,
+    cuda_graph: bool = False,
 ) -> None:
     """One Muon update of several tensors of the same shape, dtype and device.
 
     params, grads: (M, N), or (M, ...) taken as (M, product of the rest), of `split` blocks of M / split rows each;
-    `stacked`: (k, M, ...), k such tensors.
-    exp_avgs: the same shape, fp32 or wider, in which momentum and decay are computed; `dtype` is that of the
-    orthogonalisation. params and exp_avgs are updated in place; grads are only read. lr and momentum may be 0-D
-    tensors. DTensors, all spread alike, are gathered for the orthogonalisation. Extra memory: about 14 bytes an
-    element of the batch in bf16. Source: Jordan et al. 2024; "rms" from the speedrun's records 3-7 and Liu et al. 2025,
-    arXiv:2502.16982.
+    `stacked`: (k, M, ...), k such tensors. exp_avgs: the same shape, fp32 or wider, in which momentum and decay are
+    computed; `dtype` is that of the orthogonalisation. second_moments: of `variance_shape`, same dtype as exp_avgs, if
+    variance_beta is given. mantissas: int16 of the params' shape, if these are the upper halves of fp32 numbers.
+    All but grads are updated in place. lr and momentum may be 0-D tensors. DTensors, all spread alike, are gathered for
+    the orthogonalisation. Extra memory: about 14 bytes an element of the batch in bf16.
+
+    The rate is lr * lr_scale. Cautious decay takes rate * s * weight_decay * lr off: lr_scale counts once.
+
+    Source: Jordan et al. 2024; "rms" from the speedrun's records 3-7 and Liu et al. 2025, arXiv:2502.16982; variance
+    from Li et al. 2025, arXiv:2510.05491 (without bias correction, which the norm cancels); cautious decay from Chen
+    et al. 2025, arXiv:2510.12402.
     """
-    shape = params[0].shape
+    rows, cols = matrix_shape(params[0].shape, split, stacked)
     averages = [local(m) for m in exp_avgs]
-    wide = averages[0].dtype
+    function = find_orthogonalizer(orthogonalizer)
+    if cuda_graph and can_record(averages[0]) and not is_sharded(params[0]):
+        matrices = len(params) * variance_shape(params[0].shape, split, stacked)[0]
+        graph = recorded(function, (matrices, rows, cols), dtype, averages[0].device)
+        stack = graph.input.view(len(params), *averages[0].shape)
+    else:
+        graph = None
+        stack = torch.empty((len(params), *averages[0].shape), dtype=dtype, device=averages[0].device)
     locals_ = [local_like(g, p) for g, p in zip(grads, params, strict=True)]
-    stack = gather(_directions(averages, locals_, momentum, nesterov, dtype), params[0])
-    rows, cols = matrix_shape(shape, split, stacked)
-    stack = find_orthogonalizer(orthogonalizer)(stack.reshape(-1, rows, cols), dtype=dtype)
-    updates = scatter(stack.view(len(params), *shape), params[0])
-    keep = 1 - lr * weight_decay if weight_decay else 1.0
-    _apply_([local(p) for p in params], updates, lr * scale_factor(scale, rows, cols), keep, wide)
+    _directions(averages, locals_, momentum, nesterov, stack)
+    updates = graph() if graph else function(gather(stack, params[0]).reshape(-1, rows, cols), dtype=dtype)
+    factors = None
+    if variance_beta is not None:
+        assert second_moments is not None
+        factors = _factors(updates, list(second_moments), variance_beta)
+    if is_sharded(params[0]):
+        updates = updates if factors is None else updates * factors
+        updates, factors = scatter(updates.view(len(params), *params[0].shape), params[0]), None
+    rate = lr * lr_scale
+    step_size = rate * scale_factor(scale, rows, cols)
+    _apply_(
+        [local(p) for p in params],
+        None if mantissas is None else [local(m) for m in mantissas],
+        updates,
+        factors,
+        step_size,
+        (step_size * lr if decay == "cautious" else rate) * weight_decay,
+        decay == "cautious",
+        averages[0].dtype,
+    )
 
 
-def _directions(
-    averages: list[Tensor], grads: list[Tensor], momentum: Any, nesterov: bool, dtype: torch.dtype
-) -> Tensor:
-    """(k, *shape) in `dtype`: what momentum makes of the gradients; averages are updated."""
+def _directions(averages: list[Tensor], grads: list[Tensor], momentum: Any, nesterov: bool, stack: Tensor) -> None:
+    """Fill `stack` (k, *shape) with what momentum makes of the gradients; averages are updated."""
     if _fusible([momentum], averages, grads):
         from nanosprint.kernels.muon import momentum_stack
 
-        return momentum_stack(averages, grads, momentum, nesterov, dtype)
-    return _stack(momentum_(averages, as_dtype(grads, averages[0].dtype), momentum, nesterov), dtype)
+        momentum_stack(averages, grads, momentum, nesterov, stack)
+        return
+    directions = momentum_(averages, as_dtype(grads, averages[0].dtype), momentum, nesterov)
+    torch._foreach_copy_(list(stack.unbind(0)), directions)
 
 
-def _apply_(params: list[Tensor], updates: Tensor, step_size: Any, keep: Any, wide: torch.dtype) -> None:
-    """params <- keep params - step_size updates, computed in `wide`; updates: (k, *shape)."""
-    if wide == torch.float32 and _fusible([step_size, keep], params, [updates]):
+def _factors(updates: Tensor, moments: list[Tensor], beta: float) -> Tensor:
+    """`variance_factors` for several parameters at once; their moments, (blocks, ...) each, are updated."""
+    together = moments[0] if len(moments) == 1 else torch.cat(moments)
+    if together.dtype == torch.float32 and _fusible([beta], [updates], [together]):
+        from nanosprint.kernels import muon as kernels
+
+        factors = kernels.variance_factors(updates, together, beta)
+    else:
+        factors = variance_factors(updates, together, beta)
+    if len(moments) > 1:
+        torch._foreach_copy_(moments, list(together.split([len(m) for m in moments])))
+    return factors
+
+
+def _apply_(
+    params: list[Tensor],
+    lows: list[Tensor] | None,
+    updates: Tensor,
+    factors: Tensor | None,
+    step_size: Any,
+    decay: Any,
+    cautious: bool,
+    wide: torch.dtype,
+) -> None:
+    """params <- params - decay params - step_size factors updates, computed in `wide`; updates: all, in order."""
+    columns = [params, [updates], *([] if lows is None else [lows]), *([] if factors is None else [[factors]])]
+    if wide == torch.float32 and _fusible([step_size, decay], *columns):
         from nanosprint.kernels.muon import apply_stack
 
-        apply_stack(params, updates, step_size, keep)
+        apply_stack(params, updates, step_size, decay, cautious=cautious, factors=factors, lows=lows)
         return
-    weights = as_dtype(params, wide)
-    if isinstance(keep, Tensor) or keep != 1:
-        torch._foreach_mul_(weights, keep)
-    subtract_(weights, list(updates.to(wide).unbind(0)), step_size)
-    if params[0].dtype != wide:
+    if factors is not None:
+        updates = updates * factors
+    steps = list(updates.view(len(params), *params[0].shape).to(wide).unbind(0))
+    weights = as_dtype(params, wide) if lows is None else [join(p, low) for p, low in zip(params, lows, strict=True)]
+    if isinstance(decay, Tensor) or decay != 0:
+        if cautious:
+            shrink_(weights, steps, decay, strict=False)
+        else:
+            torch._foreach_mul_(weights, 1 - decay)
+    subtract_(weights, steps, step_size)
+    if lows is not None:
+        for param, low, weight in zip(params, lows, weights, strict=True):
+            for half, value in zip((param, low), split_master(weight), strict=True):
+                half.copy_(value)
+    elif params[0].dtype != wide:
         torch._foreach_copy_(params, weights)
+
+
+def variance_factors(updates: Tensor, moments: Tensor, beta: float) -> Tensor:
+    """What to multiply orthogonalised updates by, so that their rows (or columns) are equally long over time.
+
+    updates (B, M, N). moments: running mean squares along the longer side's other axis, (B, M, 1) if M >= N, else
+    (B, 1, N); fp32 or wider, the precision of all statistics; moved by 1 - beta toward those of `updates`. Returns
+    factors of moments' shape in updates' dtype, with which each matrix keeps its Frobenius norm. All-zero updates are
+    safe. Source: Li et al. 2025, arXiv:2510.05491.
+    """
+    axis = -1 if updates.shape[-2] >= updates.shape[-1] else -2
+    squares = updates.to(moments.dtype).square().mean(axis, keepdim=True)
+    moments.lerp_(squares, 1 - beta)
+    inverse = moments.clamp_min(FLOOR).rsqrt()
+    # Norms from the means, without reading the updates again; their common factor, the axis's length, cancels but for
+    # the floor.
+    length = updates.shape[axis]
+    before = (length * squares.sum((-2, -1), keepdim=True)).sqrt()
+    after = (length * (squares * inverse.square()).sum((-2, -1), keepdim=True)).sqrt()
+    return (inverse * (before / after.clamp_min(FLOOR))).to(updates.dtype)
+
+
+def variance_shape(shape: Sequence[int], split: int = 1, stacked: bool = False) -> tuple[int, int, int]:
+    """Shape of the second moments of a parameter: (matrices, rows, 1), or (matrices, 1, cols) if rows < cols.
+
+    The first axis counts matrices in the order in which the parameter stores them, k * split for k stacked tensors, so
+    that it can be cut wherever the parameter is cut between matrices.
+    """
+    rows, cols = matrix_shape(shape, split, stacked)
+    matrices = split * (shape[0] if stacked else 1)
+    return (matrices, rows, 1) if rows >= cols else (matrices, 1, cols)
 
 
 def _fusible(numbers: list[Any], *columns: list[Tensor]) -> bool:
@@ -158,10 +271,18 @@ class Muon(Shell):
     Tensors of more than two axes are flattened to (first, rest), unless stacked: (k, M, N) is k tensors of (M, N), each
     of `split` blocks, with the result of k parameters in the launches of one.
 
-    State per parameter: exp_avg, fp32 at least whatever the parameter's dtype. Parameters without gradient are left
-    alone. Needs no process group; under DDP every process does the same; FSDP2 and other DTensor parameters sharded
-    along any axes are gathered shape by shape and give the single-process result. Raises ValueError for parameters
-    with fewer than two axes, splits that do not divide, and options out of range. Source: see `muon_`.
+    variance_beta: memory of the second moments that even out rows or columns, None for none (0.9 is usual). decay:
+    "plain" takes lr * weight_decay off every weight, "cautious" lr^2 * s * weight_decay off those that the step moves
+    toward zero (a step of exactly zero counts). lr_scale multiplies lr, in cautious decay only once. mantissa: bf16
+    parameters are the upper halves of fp32 numbers. cuda_graph: record the orthogonalisation of each shape once and
+    replay it, which spares launches and costs memory (`ops.recorded`).
+
+    State per parameter: exp_avg, fp32 at least whatever the parameter's dtype; "second_moment" of `variance_shape`, in
+    the dtype of exp_avg; "mantissa", int16 of the parameter's shape, zero at first. Whoever overwrites a parameter
+    restores or zeroes its mantissa with it. Parameters without gradient are left alone. Needs no process group; under
+    DDP every process does the same; FSDP2 and other DTensor parameters sharded along any axes are gathered shape by
+    shape and give the single-process result (second moments are whole on every process). Raises ValueError for
+    parameters with fewer than two axes, splits that do not divide, and options out of range. Source: see `muon_`.
     """
 
     def __init__(
@@ -177,16 +298,24 @@ class Muon(Shell):
         orthogonalize_dtype: torch.dtype = torch.bfloat16,
         split: int = 1,
         stacked: bool = False,
+        variance_beta: float | None = None,
+        decay: Decay = "plain",
+        lr_scale: float = 1.0,
+        mantissa: bool = False,
+        cuda_graph: bool = False,
     ) -> None:
         defaults = {
             "lr": lr, "momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay, "scale": scale,
             "orthogonalizer": orthogonalizer, "orthogonalize_dtype": orthogonalize_dtype, "split": split,
-            "stacked": stacked,
+            "stacked": stacked, "variance_beta": variance_beta, "decay": decay, "lr_scale": lr_scale,
+            "mantissa": mantissa, "cuda_graph": cuda_graph,
         }  # fmt: skip
         super().__init__(params, defaults)
 
     def _check_group(self, group: dict[str, Any]) -> None:
         check_unit("momentum", group["momentum"])
+        if group["variance_beta"] is not None:
+            check_unit("variance_beta", group["variance_beta"])
         if group["scale"] not in get_args(Scale):
             raise ValueError(f"scale={group['scale']!r} is unknown: choose one of {', '.join(get_args(Scale))}")
         find_orthogonalizer(group["orthogonalizer"])
@@ -195,15 +324,27 @@ class Muon(Shell):
             raise ValueError(f"orthogonalize_dtype={dtype!r} must be a float dtype such as torch.bfloat16")
         for param in group["params"]:
             matrix_shape(param.shape, group["split"], group["stacked"])
+            if group["mantissa"] and param.dtype != torch.bfloat16:
+                raise ValueError(
+                    f"mantissa=True needs bf16 parameters, got {param.dtype} of shape {tuple(param.shape)}: cast it "
+                    "with .bfloat16(), or leave the option out where all bits are in the parameter"
+                )
 
     def _init_state(self, param: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
         state["exp_avg"] = torch.zeros_like(param, dtype=state_dtype(param))
 
+    def _extend_state(self, param: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        """What options ask for beyond momentum, also if they were set later."""
+        if group["variance_beta"] is not None and "second_moment" not in state:
+            shape = variance_shape(param.shape, group["split"], group["stacked"])
+            state["second_moment"] = torch.zeros(shape, dtype=state_dtype(param), device=param.device)
+        if group["mantissa"] and "mantissa" not in state:
+            state["mantissa"] = torch.zeros_like(param, dtype=LOW)
+
     def _update(self, group: dict[str, Any]) -> None:
-        params: list[Tensor] = []
-        grads: list[Tensor] = []
-        exp_avgs: list[Tensor] = []
-        self._init_group(group, params, grads, exp_avgs)
+        columns: tuple[list[Tensor], ...] = ([], [], [], [], [])
+        self._init_group(group, *columns)
+        params, grads, exp_avgs, moments, mantissas = columns
         batches: dict[Any, list[int]] = {}
         for i, param in enumerate(params):
             key = (tuple(param.shape), param.dtype, param.device, layout(param))
@@ -213,28 +354,31 @@ class Muon(Shell):
                 [params[i] for i in rows],
                 [grads[i] for i in rows],
                 [exp_avgs[i] for i in rows],
+                [moments[i] for i in rows] if moments else None,
+                [mantissas[i] for i in rows] if mantissas else None,
                 lr=number(group["lr"]),
                 momentum=number(group["momentum"]),
-                nesterov=group["nesterov"],
-                weight_decay=group["weight_decay"],
-                scale=group["scale"],
-                orthogonalizer=group["orthogonalizer"],
                 dtype=group["orthogonalize_dtype"],
-                split=group["split"],
-                stacked=group["stacked"],
+                **{option: group[option] for option in _PASSED_ON},
             )
 
     def _init_group(self, group: dict[str, Any], *columns: list[Tensor]) -> None:
         """Append this group's tensors to the lists. The name is one that torch.compile runs outside its graph."""
+        params, grads, exp_avgs, moments, mantissas = columns
         for param in self._active(group):
-            row = (param, param.grad, self.state[param]["exp_avg"])
-            for column, tensor in zip(columns, row, strict=True):
-                column.append(tensor)
+            state = self.state[param]
+            self._extend_state(param, group, state)
+            assert param.grad is not None
+            params.append(param)
+            grads.append(param.grad)
+            exp_avgs.append(state["exp_avg"])
+            if group["variance_beta"] is not None:
+                moments.append(state["second_moment"])
+            if group["mantissa"]:
+                mantissas.append(state["mantissa"])
 
 
-def _stack(directions: list[Tensor], dtype: torch.dtype) -> Tensor:
-    """(k, *shape) in `dtype` from k tensors, each read once."""
-    first = directions[0]
-    stack = torch.empty((len(directions), *first.shape), dtype=dtype, device=first.device)
-    torch._foreach_copy_(list(stack.unbind(0)), directions)
-    return stack
+_PASSED_ON = (
+    "nesterov", "weight_decay", "scale", "orthogonalizer", "split", "stacked", "variance_beta", "decay", "lr_scale",
+    "cuda_graph",
+)  # fmt: skip

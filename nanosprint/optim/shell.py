@@ -13,10 +13,12 @@ that do not exist here are refused; foreign keys such as a scheduler's "initial_
 import difflib
 from collections.abc import Callable, Iterable
 from itertools import chain
-from typing import Any, cast
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor
+
+Decay = Literal["plain", "cautious"]
 
 # Options of torch's optimizers: silently carrying one along would look as if it had an effect.
 _FOREIGN = {
@@ -107,9 +109,11 @@ class Shell(torch.optim.Optimizer):
 
 def _check_common(group: dict[str, Any]) -> None:
     """Learning rate, decay and parameter types, which every rule has."""
-    for option in ("lr", "weight_decay"):
-        if not group[option] >= 0:  # NaN fails too
+    for option in ("lr", "weight_decay", "lr_scale"):
+        if not group.get(option, 0) >= 0:  # NaN fails too
             raise ValueError(f"{option}={group[option]} must not be negative")
+    if group.get("decay", "plain") not in get_args(Decay):
+        raise ValueError(f"decay={group['decay']!r} is unknown: choose one of {', '.join(get_args(Decay))}")
     for param in group["params"]:
         if not param.is_floating_point():
             raise ValueError(f"a parameter of shape {tuple(param.shape)} is {param.dtype}: use a real float type")
@@ -148,3 +152,14 @@ def subtract_(params: list[Tensor], updates: list[Tensor], step_size: Any) -> No
         torch._foreach_sub_(params, cast(Any, torch._foreach_mul(updates, step_size)))
     else:
         torch._foreach_add_(params, updates, alpha=-step_size)
+
+
+def shrink_(params: list[Tensor], updates: list[Tensor], amount: Any, *, strict: bool) -> None:
+    """Cautious weight decay: params -= amount * params, but only where `updates`, subtracted later, shrink them too.
+
+    That is where update * weight > 0 or, if not strict, >= 0. amount: a number or a 0-D tensor. In place; the lists
+    share a dtype. Source: Chen et al. 2025, arXiv:2510.12402.
+    """
+    for param, update in zip(params, updates, strict=True):
+        product = update * param
+        param.sub_(param * (product > 0 if strict else product >= 0) * amount)

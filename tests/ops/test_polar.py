@@ -111,6 +111,22 @@ def test_rank_one_and_zero(name, dtype):
     assert torch.equal(polar.orthogonalizer(name)(torch.zeros(5, 3), dtype=dtype), torch.zeros(5, 3, dtype=dtype))
 
 
+def test_polar_express_explodes_just_above_one_and_is_kept_below():
+    """Why the norm is divided by 1.02 more than needed: rank one has its whole norm in one singular value."""
+
+    def composite(s):
+        for a, b, c in TRIPLES["polar_express"]:
+            s = a * s + b * s**3 + c * s**5
+        return s
+
+    assert abs(composite(1.0218)) < 1.2
+    assert abs(composite(1.03)) > 1e3
+    for dtype in (torch.bfloat16, torch.float32, F64):
+        rank_one = torch.outer(torch.randn(300, dtype=F64), torch.randn(200, dtype=F64))
+        X = polar._normalize(rank_one, dtype, margin=1.02, eps=1e-6)
+        assert torch.linalg.svdvals(X[0].double()).max() < 0.99
+
+
 @pytest.mark.parametrize("name", TRIPLES)
 def test_batch_equals_one_by_one_and_strides_do_not_matter(name):
     f = polar.orthogonalizer(name)

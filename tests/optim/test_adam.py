@@ -67,6 +67,80 @@ def test_equals_torch(implementation):
         torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("uncorrected", [False, True])
+def test_cautious_decay_float64(uncorrected):
+    """w - u - l^2 wd [u w > 0] w with l = lr lr_scale, for many steps of changing lr."""
+    params, gradients = parameters(torch.float64), random_gradients(12)
+    eps, decay, scale, (b1, b2) = 1e-2, 30.0, 3.0, (0.5, 0.95)
+    weights = [p.detach().clone() for p in params]
+    m, v = [torch.zeros_like(w) for w in weights], [torch.zeros_like(w) for w in weights]
+    optimizer = AdamW(
+        params, betas=(b1, b2), eps=eps, weight_decay=decay, decay="cautious", lr_scale=scale,
+        eps_form="uncorrected" if uncorrected else "corrected",
+    )  # fmt: skip
+    for t in range(1, 13):
+        lr = 0.05 / t
+        optimizer.param_groups[0]["lr"] = lr
+        run(optimizer, params, [gradients[t - 1]])
+        for i, g in enumerate(gradients[t - 1]):
+            g = g.double()
+            m[i] = b1 * m[i] + (1 - b1) * g
+            v[i] = b2 * v[i] + (1 - b2) * g**2
+            if uncorrected:
+                u = scale * lr * (1 - b2**t) ** 0.5 / (1 - b1**t) * m[i] / (v[i].sqrt() + eps)
+            else:
+                u = scale * lr * (m[i] / (1 - b1**t)) / ((v[i] / (1 - b2**t)).sqrt() + eps)
+            shrinks = (u * weights[i] > 0).double()
+            weights[i] = weights[i] - u - (scale * lr) ** 2 * decay * shrinks * weights[i]
+    for p, w in zip(params, weights, strict=True):
+        torch.testing.assert_close(p.detach(), w, rtol=1e-12, atol=1e-12)
+
+
+def test_cautious_decay_by_hand():
+    """Four weights: moved toward zero, away from it, not at all, and toward zero from below. Only steps of lr count."""
+    p = nn.Parameter(torch.tensor([2.0, 2.0, 2.0, -2.0], dtype=torch.float64))
+    p.grad = torch.tensor([1.0, -1.0, 0.0, -1.0], dtype=torch.float64)
+    AdamW([p], lr=0.1, eps=1e-30, weight_decay=5.0, decay="cautious").step()
+    shrink = 0.1**2 * 5.0 * 2.0
+    truth = torch.tensor([1.9 - shrink, 2.1, 2.0, -1.9 + shrink], dtype=torch.float64)
+    torch.testing.assert_close(p.detach(), truth, rtol=1e-12, atol=0)
+
+
+def test_powers_of_the_rate_in_decay():
+    """What decay takes off: lr^2 and lr_scale^2 if cautious, the first powers if plain."""
+
+    def taken(**options):
+        ends = []
+        for decay in (0.0, 0.5):
+            p = nn.Parameter(torch.ones(1, dtype=torch.float64))
+            p.grad = torch.ones_like(p)
+            AdamW([p], weight_decay=decay, **options).step()
+            ends.append(p.item())
+        return ends[0] - ends[1]
+
+    for decay, factor in (("plain", 2), ("cautious", 4)):
+        once = taken(lr=0.01, decay=decay)
+        assert once > 0
+        assert taken(lr=0.02, decay=decay) == pytest.approx(factor * once)
+        assert taken(lr=0.01, lr_scale=2.0, decay=decay) == pytest.approx(factor * once)
+
+
+def test_every_other_step_sees_the_sum_of_two_gradients():
+    params, gradients = parameters(torch.float64), random_gradients(20)
+    options = {"lr": 0.01, "betas": (0.75, 0.95), "eps": 1e-10}
+    sums = [[a + b for a, b in zip(*gradients[t : t + 2], strict=True)] for t in range(0, 20, 2)]
+    truth = textbook(params, sums, 10, *options.values(), 0.0, True)
+    optimizer = AdamW(params, **options, weight_decay=0.0, eps_form="uncorrected")
+    for t, gradient in enumerate(gradients):
+        for p, g in zip(params, gradient, strict=True):
+            (p * g).sum().backward()
+        if t % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    for p, w in zip(params, truth, strict=True):
+        torch.testing.assert_close(p.detach(), w, rtol=1e-7, atol=1e-9)
+
+
 def test_defaults_are_torchs():
     ours, theirs = AdamW(parameters()).defaults, torch.optim.AdamW(parameters()).defaults
     assert {k: theirs[k] for k in ("lr", "betas", "eps", "weight_decay")} == {
@@ -168,6 +242,13 @@ def test_user_mistakes():
         AdamW([{"params": p, "maximize": True}])
     with pytest.raises(ValueError, match="did you mean 'weight_decay'"):
         AdamW([{"params": p, "weight_decy": 0.1}])
+    with pytest.raises(ValueError, match=r"decay='bold'.*plain, cautious"):
+        AdamW(p, decay="bold")
+    with pytest.raises(ValueError, match="lr_scale=-1"):
+        AdamW(p, lr_scale=-1)
+    p[0].grad = torch.ones_like(p[0])
+    with pytest.raises(ValueError, match=r"implementation='fused'.*decay='cautious'"):
+        AdamW(p, decay="cautious", implementation="fused").step()
     half = [nn.Parameter(torch.ones(2, dtype=torch.bfloat16))]
     half[0].grad = torch.ones_like(half[0])
     with pytest.raises(ValueError, match="implementation='fused' needs fp32"):

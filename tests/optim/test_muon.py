@@ -2,10 +2,16 @@ import copy
 
 import pytest
 import torch
+import torch._dynamo.testing
 from torch import nn
 
+from nanosprint.config.groups import AdamConfig, MuonConfig, ParamGroup, SoapConfig
+from nanosprint.config.recipe import Precision
+from nanosprint.ops import polar
 from nanosprint.optim import Muon
-from nanosprint.optim.muon import matrix_shape
+from nanosprint.optim.build import _group_options
+from nanosprint.optim.mantissa import join
+from nanosprint.optim.muon import matrix_shape, variance_shape
 
 F64 = torch.float64
 A, B, C = 3.4445, -4.7750, 2.0315
@@ -205,8 +211,239 @@ def test_matrix_shape():
     assert matrix_shape((5, 12, 2, 2), stacked=True) == (12, 4)
 
 
+def evened_out(V, S, beta):
+    """NorMuon's variance step on one matrix, float64: (update, second moments), by norms of whole matrices."""
+    rows, cols = V.shape
+    axis = 1 if rows >= cols else 0
+    S = beta * S + (1 - beta) * V.square().mean(axis)
+    scaled = V / S.clamp_min(1e-10).sqrt().unsqueeze(axis)
+    return scaled * (V.norm() / scaled.norm().clamp_min(1e-10)), S
+
+
+def nor_textbook(weight, gradients, lr, mu, beta, decay, lr_scale, split=1, cautious=True):
+    """(weight, second moments of each block) after NorMuon with one lr a step, float64, one matrix at a time."""
+    W = weight.detach().double().clone()
+    M, S = torch.zeros_like(W), [0.0] * split
+    for g, eta in zip(gradients, lr, strict=True):
+        g = g.double()
+        M = M + (1 - mu) * (g - M)
+        u = g + mu * (M - g)
+        parts = []
+        for j, block in enumerate(u.chunk(split)):
+            update, S[j] = evened_out(ns_by_svd(block), S[j], beta)
+            parts.append(max(1, block.shape[0] / block.shape[1]) ** 0.5 * update)
+        step = eta * lr_scale * torch.cat(parts)
+        if cautious:
+            shape_factor = max(1, W.shape[0] / split / W.shape[1]) ** 0.5
+            shrink = (eta * lr_scale * shape_factor) * (decay * eta) * (step * W >= 0).double()
+        else:
+            shrink = eta * lr_scale * decay
+        W = W - shrink * W - step
+    return W, S
+
+
+@pytest.mark.parametrize("cautious", [True, False])
+@pytest.mark.parametrize(("shape", "split"), [((24, 8), 1), ((8, 8), 1), ((8, 24), 1), ((24, 8), 2), ((12, 8), 3)])
+def test_normuon_float64(shape, split, cautious):
+    """A stack and separate parameters, rates that change, every option at once."""
+    stack, gradients = setting([(3, *shape)], dtype=F64)
+    singles = [nn.Parameter(w.clone()) for w in stack[0].detach()]
+    rates = [0.02, 0.05, 0.03, 0.01]
+    truths = [
+        nor_textbook(w, [g[0][i] for g in gradients], rates, 0.9, 0.8, 1.2, 2.0, split, cautious)
+        for i, w in enumerate(stack[0])
+    ]
+    options = {
+        "momentum": 0.9, "orthogonalize_dtype": F64, "variance_beta": 0.8, "weight_decay": 1.2, "lr_scale": 2.0,
+        "decay": "cautious" if cautious else "plain", "split": split,
+    }  # fmt: skip
+    bank, apart = Muon(stack, stacked=True, **options), Muon(singles, **options)
+    for rate, (gradient,) in zip(rates, gradients, strict=True):
+        for optimizer, params, grads in ((bank, stack, [gradient]), (apart, singles, list(gradient))):
+            optimizer.param_groups[0]["lr"] = rate
+            run(optimizer, params, [grads])
+    for i, (truth, moments) in enumerate(truths):
+        torch.testing.assert_close(stack[0][i].detach(), truth, rtol=1e-8, atol=1e-9)
+        torch.testing.assert_close(singles[i].detach(), truth, rtol=1e-8, atol=1e-9)
+        ours = bank.state[stack[0]]["second_moment"][i * split : (i + 1) * split]
+        torch.testing.assert_close(ours.flatten(1), torch.stack(moments), rtol=1e-8, atol=1e-12)
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (96, 32), (32, 96)])
+def test_normuon_in_bf16_is_close_to_exact_and_keeps_the_norm(shape):
+    params, gradients = setting([shape, shape], steps=1)
+    start = copy.deepcopy(params)
+    twins = copy.deepcopy(params)
+    run(Muon(params, lr=1.0, variance_beta=0.9), params, gradients)
+    run(Muon(twins, lr=1.0), twins, gradients)
+    for p, q, w, g in zip(params, twins, start, gradients[0], strict=True):
+        step, bare = (w - p).detach().double(), (w - q).detach().double()
+        truth = w.detach().double() - nor_textbook(w, [g], [1.0], 0.95, 0.9, 0.0, 1.0)[0]
+        assert (step - truth).norm() / truth.norm() < 2e-2
+        assert abs(step.norm() / bare.norm() - 1) < 1e-2
+        lengths = step.norm(dim=1 if shape[0] >= shape[1] else 0)  # the first step makes them equal
+        assert lengths.max() / lengths.min() < 1.02
+
+
+def test_variance_state_can_be_cut_between_matrices():
+    """The first axis counts matrices as the stack stores them: a shard's state is a slice of the whole."""
+    assert variance_shape((5, 12, 4), 3, stacked=True) == (15, 4, 1)
+    assert variance_shape((5, 12, 9), 3, stacked=True) == (15, 1, 9)
+    assert variance_shape((12, 4)) == (1, 12, 1)
+    assert variance_shape((6, 2, 3, 3), 2) == (2, 1, 18)
+    options = {"stacked": True, "split": 2, "variance_beta": 0.9, "orthogonalize_dtype": F64}
+    stack, gradients = setting([(4, 6, 5)], dtype=F64)
+    whole = Muon(stack, **options)
+    run(whole, stack, gradients[:2])
+    shard = [nn.Parameter(stack[0].detach()[1:3].clone())]
+    part = Muon(shard, **options)
+    run(part, shard, [[torch.zeros(2, 6, 5)]])
+    for name, value in whole.state[stack[0]].items():
+        each = 2 if name == "second_moment" else 1
+        part.state[shard[0]][name] = value[1 * each : 3 * each].clone()
+    shard[0].data.copy_(stack[0].detach()[1:3])
+    run(whole, stack, gradients[2:])
+    run(part, shard, [[g[0][1:3]] for g in gradients[2:]])
+    torch.testing.assert_close(shard[0], stack[0][1:3], rtol=1e-10, atol=1e-12)
+
+
+def test_zero_gradients_with_variance():
+    """A padding matrix: no update, nothing infinite, and decay though the step is zero."""
+    params, _ = setting([(4, 4)], dtype=F64)
+    before = params[0].detach().clone()
+    run(Muon(params, lr=0.1, variance_beta=0.9, weight_decay=0.5, decay="cautious"), params, [[torch.zeros(4, 4)]] * 2)
+    torch.testing.assert_close(params[0].detach(), before * (1 - 0.1**2 * 0.5) ** 2, rtol=1e-12, atol=0)
+
+
+def test_single_row_trap():
+    """Evened out along columns of one entry, a row loses all but its signs: gates do not belong into this rule."""
+    params, gradients = setting([(1, 9)], steps=1, dtype=F64)
+    start = params[0].detach().clone()
+    run(Muon(params, lr=1.0, variance_beta=0.9, orthogonalize_dtype=F64), params, gradients)
+    step = start - params[0].detach()
+    torch.testing.assert_close(step, step.abs().mean() * gradients[0][0].sign(), rtol=1e-9, atol=0)
+
+
+@pytest.fixture
+def as_it_is(monkeypatch):
+    """An orthogonaliser that does nothing, so that steps can be chosen by hand."""
+    monkeypatch.setitem(polar.ORTHOGONALIZERS, "as_it_is", lambda G, dtype: G.to(dtype))
+    return {"orthogonalizer": "as_it_is", "orthogonalize_dtype": F64, "momentum": 0.0}
+
+
+def test_cautious_decay_by_hand(as_it_is):
+    """Four weights: moved toward zero, away from it, not at all (which counts here), and toward zero from below."""
+    p = nn.Parameter(torch.tensor([[2.0, 2.0], [2.0, -2.0]], dtype=F64))
+    gradient = torch.tensor([[1.0, -1.0], [0.0, -1.0]], dtype=F64)
+    run(Muon([p], lr=0.1, weight_decay=5.0, decay="cautious", **as_it_is), [p], [[gradient]])
+    shrink = 0.1**2 * 5.0 * 2.0
+    truth = torch.tensor([[1.9 - shrink, 2.1], [2.0 - shrink, -1.9 + shrink]], dtype=F64)
+    torch.testing.assert_close(p.detach(), truth, rtol=1e-12, atol=0)
+
+
+def test_powers_of_the_rate_in_decay(as_it_is):
+    """Cautious: lr^2, the first power of lr_scale and of the shape's factor. Plain: first powers and no factor."""
+
+    def taken(shape=(2, 2), **options):
+        p = nn.Parameter(torch.ones(shape, dtype=F64))
+        run(Muon([p], weight_decay=0.5, **options, **as_it_is), [p], [[torch.zeros(shape)]])
+        return 1 - p.detach()[0, 0].item()
+
+    for decay, by_lr, by_shape in (("plain", 2, 1), ("cautious", 4, 2)):
+        once = taken(lr=0.01, decay=decay)
+        assert once > 0
+        assert taken(lr=0.02, decay=decay) == pytest.approx(by_lr * once)
+        assert taken(lr=0.01, lr_scale=2.0, decay=decay) == pytest.approx(2 * once)
+        assert taken(lr=0.01, decay=decay, shape=(8, 2)) == pytest.approx(by_shape * once)
+    p = nn.Parameter(torch.ones(2, 2, dtype=F64))
+    run(Muon([p], lr=0.1, lr_scale=3.0, **as_it_is), [p], [[torch.ones(2, 2)]])
+    torch.testing.assert_close(p.detach(), torch.full((2, 2), 0.7, dtype=F64))
+
+
+ALL = {"variance_beta": 0.9, "weight_decay": 0.5, "decay": "cautious", "lr_scale": 2.0, "mantissa": True}
+
+
+def test_state_dict_round_trip_with_all_options(tmp_path):
+    params, gradients = setting([(8, 4), (4, 8)], steps=6, dtype=torch.bfloat16)
+    optimizer = Muon(params, **ALL)
+    run(optimizer, params, gradients[:3])
+    torch.save((params, optimizer.state_dict()), tmp_path / "state.pt")
+    run(optimizer, params, gradients[3:])
+    with torch.serialization.safe_globals([nn.Parameter]):
+        twins, saved = torch.load(tmp_path / "state.pt", weights_only=True)
+    resumed = Muon(twins, lr=7.0, **ALL)
+    resumed.load_state_dict(saved)
+    run(resumed, twins, gradients[3:])
+    for p, q in zip(params, twins, strict=True):
+        assert torch.equal(p, q)
+        for name, dtype in (("exp_avg", None), ("second_moment", None), ("mantissa", torch.int16)):
+            assert resumed.state[q][name].dtype == (dtype or torch.float32)
+            assert torch.equal(resumed.state[q][name], optimizer.state[p][name])
+
+
+def test_options_of_a_recipe_arrive():
+    """From `ParamGroup` and its rule to what the optimizers read; rules with one rate get the product."""
+    bank = {"role": "a", "lr": 0.02, "lr_scale": 3.0, "weight_decay": 1.2}
+    rules = {
+        "muon": MuonConfig(variance_beta=0.9, decay="cautious"),
+        "adam": AdamConfig(eps_form="uncorrected", decay="cautious"),
+        "soap": SoapConfig(),
+    }
+    groups = {
+        name: _group_options(
+            ParamGroup(rule=rule, storage="bf16+16" if name == "muon" else "bf16", **bank), 1, Precision()
+        )
+        for name, rule in rules.items()
+    }
+    for name in ("muon", "adam"):
+        assert (groups[name]["lr"], groups[name]["base_lr"], groups[name]["lr_scale"]) == (0.02, 0.02, 3.0)
+        assert groups[name]["decay"] == "cautious"
+    assert (groups["muon"]["variance_beta"], groups["muon"]["mantissa"]) == (0.9, True)
+    assert groups["adam"]["eps_form"] == "uncorrected"
+    assert groups["soap"]["lr"] == groups["soap"]["base_lr"] == pytest.approx(0.06)
+    with pytest.raises(ValueError, match=r"storage='bf16\+16' of role 'a' needs MuonConfig"):
+        _group_options(ParamGroup(rule=rules["adam"], storage="bf16+16", **bank), 1, Precision())
+
+
+def test_options_may_come_later():
+    params, gradients = setting([(6, 6)], dtype=torch.bfloat16)
+    optimizer = Muon(params)
+    run(optimizer, params, gradients[:1])
+    optimizer.param_groups[0].update(ALL)
+    run(optimizer, params, gradients[1:])
+    assert optimizer.state[params[0]]["mantissa"].any()
+    assert (optimizer.state[params[0]]["second_moment"] > 0).all()
+
+
+def test_compiled_step_with_all_options_is_one_graph():
+    torch._dynamo.reset()
+    params, gradients = setting([(3, 8, 4), (3, 4, 8)], dtype=torch.bfloat16)
+    twins = copy.deepcopy(params)
+    graphs = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    options = {"stacked": True, "orthogonalize_dtype": torch.float32, **ALL}
+    rates = [torch.tensor(0.02), torch.tensor(0.02)]
+    ours, theirs = Muon(params, lr=rates[0], **options), Muon(twins, lr=rates[1], **options)
+    step = torch.compile(ours.step, backend=graphs)
+    for t, gradient in enumerate(gradients):
+        for rate, optimizer, group in zip(rates, (ours, theirs), (params, twins), strict=True):
+            rate.fill_(0.02 / (t + 1))
+            for p, g in zip(group, gradient, strict=True):
+                p.grad = g.clone()
+            (step if optimizer is ours else theirs.step)()
+    assert graphs.frame_count == 1
+    for p, q in zip(params, twins, strict=True):
+        masters = [join(x.detach(), o.state[x]["mantissa"]) for x, o in ((p, ours), (q, theirs))]
+        torch.testing.assert_close(*masters, rtol=1e-5, atol=1e-6)
+
+
 def test_user_mistakes():
     matrix = [nn.Parameter(torch.ones(4, 4))]
+    with pytest.raises(ValueError, match=r"variance_beta=1\.0"):
+        Muon(matrix, variance_beta=1.0)
+    with pytest.raises(ValueError, match=r"decay='bold'.*plain, cautious"):
+        Muon(matrix, decay="bold")
+    with pytest.raises(ValueError, match=r"mantissa=True needs bf16.*float32"):
+        Muon(matrix, mantissa=True)
     with pytest.raises(ValueError, match=r"shape \(7,\) is not a matrix.*AdamW"):
         Muon([nn.Parameter(torch.ones(7))])
     with pytest.raises(ValueError, match=r"shape \(\) is not a matrix"):

@@ -29,7 +29,12 @@ def optimizers(params):
     """Each rule on its own matrices; the last layer's single row leaves one process with an empty shard."""
     params = list(params)
     exact = {"orthogonalize_dtype": torch.float64}
-    return [Muon(params[:1], split=3, **exact), Muon(params[1:3], **exact), AdamW(params[3:], lr=0.01)]
+    cautious = {"decay": "cautious", "weight_decay": 2.0, "lr_scale": 3.0}
+    return [
+        Muon(params[:1], split=3, variance_beta=0.9, **exact),
+        Muon(params[1:3], variance_beta=0.9, **cautious, **exact),
+        AdamW(params[3:], lr=0.01, **cautious),
+    ]
 
 
 def soap(params):
