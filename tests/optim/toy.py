@@ -2,6 +2,8 @@
 
 import os
 import socket
+from dataclasses import replace
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -19,10 +21,16 @@ EXACT = Precision(compute="fp64", orthogonalize="fp64")
 ADAM = AdamConfig(betas=(0.8, 0.95), eps=1e-10, eps_form="uncorrected")
 GROUPS = (
     ParamGroup(role="head", rule=ADAM, lr=0.02),
-    ParamGroup(role="matrix", rule=MuonConfig(scale="rms"), lr=0.02, weight_decay=0.1),
+    ParamGroup(
+        role="matrix",
+        rule=MuonConfig(scale="rms", variance_beta=0.9, decay="cautious"),
+        lr=0.02,
+        weight_decay=0.5,
+        lr_scale=2.0,
+    ),
     ParamGroup(role="soap", rule=SoapConfig(refresh_every=2), lr=0.01),
     ParamGroup(role="embed", rule=ADAM, lr=0.05),
-    ParamGroup(role="scalar", rule=ADAM, lr=0.02),
+    ParamGroup(role="scalar", rule=replace(ADAM, decay="cautious"), lr=0.02, weight_decay=1.0),
 )
 
 
@@ -59,12 +67,13 @@ class Toy(nn.Module):
 
     def loss_sum(self, tokens, skip=False):
         """`skip` leaves `out` without a gradient."""
-        x = self.embed[tokens] * self.gain
-        q, k, v = (x @ self.qkv.mT).chunk(3, -1)
-        x = x + torch.tanh(q @ k.mT) @ v @ self.proj.mT
-        x = x if skip else x + torch.tanh(x @ self.out.mT)
-        x = x + torch.tanh(torch.tanh(x @ self.up.mT) @ self.mid.mT) @ self.down.mT
-        logits = self.scale * (x @ (self.head if self.head_layout == "in_out" else self.head.mT))
+        w = SimpleNamespace(**{name: p.to(self.scale.dtype) for name, p in self.named_parameters()})
+        x = w.embed[tokens] * w.gain
+        q, k, v = (x @ w.qkv.mT).chunk(3, -1)
+        x = x + torch.tanh(q @ k.mT) @ v @ w.proj.mT
+        x = x if skip else x + torch.tanh(x @ w.out.mT)
+        x = x + torch.tanh(torch.tanh(x @ w.up.mT) @ w.mid.mT) @ w.down.mT
+        logits = w.scale * (x @ (w.head if self.head_layout == "in_out" else w.head.mT))
         return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten(), reduction="sum")
 
 
@@ -75,8 +84,8 @@ def plan(step, **options):
     )  # fmt: skip
 
 
-def toy(groups=GROUPS, **options):
-    model = Toy(options.get("tied") or "out_in")
+def toy(groups=GROUPS, dtype=torch.float64, **options):
+    model = Toy(options.get("tied") or "out_in").to(dtype)
     return model, Engine(dict(model.named_parameters()), collect_roles(model), groups, EXACT, **options)
 
 
