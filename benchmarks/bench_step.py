@@ -56,7 +56,7 @@ def measure(name: str, words: dict[str, str], steps: int, profile_steps: int) ->
     batch = random_input(recipe, rows, plan.seq_len, device, plan.step)
 
     def step() -> None:
-        train_step(loss_sum, state.engine, [batch] * micro_batches, plan, recipe.train.grad_clip)
+        train_step(loss_sum, state.engine, [batch] * micro_batches, plan, recipe.train)
         if device.type == "cuda":
             torch.cuda.synchronize()
 

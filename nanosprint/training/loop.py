@@ -107,7 +107,7 @@ class Loop:
         run, state = self.run, self.run.state
         plan = run.recipe.plan(state.step)
         inputs = model_inputs(data.micro_batches, plan.windows)
-        loss = train_step(run.loss_sum, state.engine, inputs, plan, run.recipe.train.grad_clip)
+        loss = train_step(run.loss_sum, state.engine, inputs, plan, run.recipe.train)
         state.step += 1
         state.tokens += plan.batch_tokens
         state.reader = data.state_after

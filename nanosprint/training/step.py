@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from torch import Tensor
 
+from nanosprint.config.recipe import TrainConfig
 from nanosprint.config.schedule import StepPlan
 from nanosprint.optim.engine import Engine
 from nanosprint.training.batch import ModelInput
@@ -16,22 +17,23 @@ def train_step(
     engine: Engine,
     micro_batches: Iterable[ModelInput],
     plan: StepPlan,
-    grad_clip: float | None,
+    train: TrainConfig,
 ) -> Tensor:
     """Update the model once and return this process's summed loss in nats, still on its device.
 
-    The gradient is that of the mean loss over all the step's tokens, however many processes and micro-batches they
-    are spread over.
+    The gradient is that of the loss over all the step's tokens, their mean or their sum over the number of lanes, as
+    `train.objective` says, however many processes and micro-batches they are spread over.
     """
+    divisor = train.lanes if train.objective == "lane_mean" else plan.batch_tokens
     total = None
     for arguments, last in _marked(micro_batches):
         loss = loss_sum(*arguments)
         if last:
             engine.begin(plan)
-        (loss / plan.batch_tokens).backward()
+        (loss / divisor).backward()
         total = loss.detach() if total is None else total + loss.detach()
     assert total is not None, "a step has at least one micro-batch"
-    engine.step(plan, grad_clip)
+    engine.step(plan, train.grad_clip)
     return total
 
 

@@ -78,7 +78,7 @@ def measure_step_ms(
         synchronize()
         start = time.perf_counter()
         inputs = model_inputs(step.micro_batches, plan.windows)
-        train_step(loss_sum, state.engine, inputs, plan, recipe.train.grad_clip)
+        train_step(loss_sum, state.engine, inputs, plan, recipe.train)
         synchronize()
         times.append(time.perf_counter() - start)
         if distributed.from_main(len(times) >= 5 and sum(times) >= seconds):
@@ -92,4 +92,4 @@ def _random_step(state: TrainState, loss_sum: LossSum, recipe: Recipe, lanes: in
     rows = plan.batch_tokens // recipe.train.lanes // plan.seq_len * lanes
     device = state.model.embed.weight.device
     batches = (random_input(recipe, rows, plan.seq_len, device, state.step) for _ in range(micro_batches))
-    train_step(loss_sum, state.engine, batches, plan, recipe.train.grad_clip)
+    train_step(loss_sum, state.engine, batches, plan, recipe.train)
