@@ -22,11 +22,15 @@ from pathlib import Path
 
 import torch
 
+from nanosprint.config import AdamConfig, MuonConfig, ParamGroup, Precision
+from nanosprint.config.schedule import StepPlan
 from nanosprint.kernels import tuning
+from nanosprint.model.roles import Role
 from nanosprint.ops import polar
 from nanosprint.ops.polar import ORTHOGONALIZERS, orthogonalize_flops
 from nanosprint.optim import SOAP, AdamW, Muon
 from nanosprint.optim import muon as rule
+from nanosprint.optim.engine import Engine
 
 PEAK_BF16 = 989e12  # dense, H100 and H200 SXM by the datasheet
 
@@ -101,6 +105,7 @@ def bench_cpu(rows, muon_alone):
         size = sum(p.numel() for p in trunk + others)
         timed = {
             "Muon + AdamW": lambda m=muon, a=adam: (m.step(), a.step()),
+            "Muon + AdamW as in training": training_engine(matrices, rest, "cpu"),
             "Muon": muon.step,
             "  of which Newton-Schulz": lambda s=stacks: [ORTHOGONALIZERS["ns5"](x) for x in s],
             "AdamW": adam.step,
@@ -164,6 +169,10 @@ def bench_cuda(rows, muon_alone):
                     compiled = torch.compile(Muon(trunk, lr=lr, momentum=momentum).step)
                     report(f"Muon compiled, {label}", compiled, work)
     bench_banks(report, matrices, work)
+    report("Muon as in training", training_engine(matrices, [], "cuda"), work)
+    record = MuonConfig(orthogonalizer="polar_express", variance_beta=0.9, decay="cautious")
+    narrow = {"rule": record, "storage": "bf16+16", "weight_decay": 1.2}
+    report("Muon as in training, every option", training_engine(matrices, [], "cuda", **narrow), work)
     if muon_alone:
         return
     trunk = make_params(matrices, "cuda")
@@ -187,6 +196,29 @@ def bench_banks(report, matrices, work):
         params = make_params(banks, "cuda", torch.bfloat16)
         muon = Muon(params, lr=1e-4, orthogonalizer="polar_express", stacked=True, **extra)
         report(f"Muon on banks, {label}", muon.step, work)
+
+
+def training_engine(matrices, rest, device, **options):
+    """A step of a model of these shapes as training makes it: parameters in banks, gradients cleared by the step.
+
+    options: of the matrices' group. The gradients that the step reads are random again each time, at a copy's cost.
+    """
+    params = make_params(matrices + rest, device)
+    roles = {str(i): Role("matrix" if i < len(matrices) else "other") for i in range(len(params))}
+    groups = (
+        ParamGroup(role="matrix", **{"rule": MuonConfig(), "lr": 1e-4, **options}),
+        ParamGroup(role="other", rule=AdamConfig(), lr=1e-4),
+    )
+    engine = Engine({str(i): p for i, p in enumerate(params)}, roles, groups, Precision())
+    filled = [(part.bank.grad, 1e-3 * torch.randn_like(part.bank.grad)) for part in engine.parts]
+    plan = StepPlan(step=0, lr_factor=1.0, momentum=None, batch_tokens=1, seq_len=1, windows=None)
+
+    def step():
+        for grad, values in filled:
+            grad.copy_(values)
+        engine.step(plan)
+
+    return step
 
 
 def main():

@@ -57,7 +57,7 @@ def measure(name: str, words: dict[str, str], steps: int, profile_steps: int) ->
     batch = random_input(recipe, plan, rows, device, ModelStage(state.model).enter(plan), parts)
 
     def step() -> None:
-        train_step(loss_sum, state.optimizers, [batch] * micro_batches * parts, plan, recipe.train.grad_clip)
+        train_step(loss_sum, state, [batch] * micro_batches * parts, plan, recipe.train)
         if device.type == "cuda":
             torch.cuda.synchronize()
 

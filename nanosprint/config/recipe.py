@@ -112,6 +112,7 @@ class Recipe:
     groups: tuple[ParamGroup, ...]
     precision: Precision
     eval: EvalConfig
+    update_order: tuple[str, ...] = field(default=(), metadata=UNHASHED)  # roles of groups to update before the others
 
     def plan(self, step: int) -> StepPlan:
         """What happens at `step`, 0 .. num_steps - 1."""
@@ -220,6 +221,10 @@ class Recipe:
                 f"train.grad_clip={self.train.grad_clip} cannot be had with model.ngrams, whose gradients are sparse: "
                 "set one of them to none"
             )
+        unknown = [role for role in self.update_order if role not in {g.role for g in self.groups}]
+        if unknown:
+            known = ", ".join(g.role for g in self.groups)
+            raise ValueError(f"update_order names {unknown[0]!r}, but there are groups for {known}")
         if not self.groups:
             raise ValueError("groups is empty: no parameter would ever be updated")
         if self.data.epochs <= 0:

@@ -1,6 +1,6 @@
-"""From roles and a recipe's groups to optimizers: every parameter is covered exactly once."""
+"""From roles and a recipe's groups to banks with rules: every parameter is covered exactly once."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -8,13 +8,16 @@ from torch import Tensor
 
 from nanosprint.config.groups import AdamConfig, MuonConfig, ParamGroup, RowAdagradConfig, SoapConfig, match_group
 from nanosprint.config.recipe import Precision
-from nanosprint.config.schedule import StepPlan
 from nanosprint.optim.adam import AdamW
-from nanosprint.optim.muon import Muon
+from nanosprint.optim.bank import Bank
+from nanosprint.optim.muon import Muon, matrix_shape
+from nanosprint.optim.parts import BankPart, Part, TablePart, shard_index
 from nanosprint.optim.row_adagrad import RowAdagrad
-from nanosprint.optim.soap import SOAP
+from nanosprint.optim.sharding import place
+from nanosprint.optim.soap import SOAP, matrix_sides
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+REPLICATE_BELOW = 4096  # numbers in a bank: a second message costs more than updating so few everywhere
 
 
 class HasRole(Protocol):
@@ -27,83 +30,93 @@ class HasRole(Protocol):
     def blocks(self) -> int: ...
 
 
-class Optimizers:
-    """The optimizers of a run behind one interface; the step's plan gives rates and momentum.
+def build_parts(
+    parameters: Mapping[str, Tensor],
+    roles: Mapping[str, HasRole],
+    groups: tuple[ParamGroup, ...],
+    precision: Precision,
+    alone: Collection[str] = (),
+) -> list[Part]:
+    """The parts of a run, in the order of the groups; parameters become views of banks.
 
-    parameters: by name; roles: the role of each of them. Raises ValueError for a role without a group.
+    A bank holds the parameters of a group that count in units of one shape: for Muon the matrices of their blocks, for
+    SOAP whole parameters, for Adam all of them, one number after the other. Those named in `alone` get their own.
+    Raises ValueError for a role without a group.
     """
-
-    def __init__(
-        self,
-        parameters: Mapping[str, Tensor],
-        roles: Mapping[str, HasRole],
-        groups: tuple[ParamGroup, ...],
-        precision: Precision,
-    ) -> None:
-        members: dict[tuple[ParamGroup, int], list[Tensor]] = {}
-        for name, parameter in parameters.items():
-            group = match_group(roles[name].name, groups)
-            members.setdefault((group, roles[name].blocks), []).append(parameter)
-        by_kind: dict[tuple[type, int], list[dict[str, Any]]] = {}
-        for (group, blocks), tensors in members.items():
-            options = _group_options(group, blocks, precision)
-            by_kind.setdefault((type(group.rule), group.every), []).append({"params": tensors, **options})
-        self.optimizers: list[tuple[torch.optim.Optimizer, int]] = [
-            (_RULES[rule](param_groups), every) for (rule, every), param_groups in by_kind.items()
-        ]
-
-    def __iter__(self) -> Iterator[torch.optim.Optimizer]:
-        return (optimizer for optimizer, _ in self.optimizers)
-
-    def due(self, plan: StepPlan) -> list[Tensor]:
-        """The parameters whose turn it is at this step, in a fixed order."""
-        turn = [optimizer for optimizer, every in self.optimizers if (plan.step + 1) % every == 0]
-        return [p for optimizer in turn for group in optimizer.param_groups for p in group["params"]]
-
-    def step(self, plan: StepPlan) -> None:
-        """Update every parameter whose turn it is and clear its gradient; the others go on accumulating."""
-        for optimizer, every in self.optimizers:
-            if (plan.step + 1) % every:
-                continue
-            for group in optimizer.param_groups:
-                group["lr"] = group["base_lr"] * plan.lr_factor
-                if plan.momentum is not None and "momentum" in group:
-                    group["momentum"] = plan.momentum
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-
-    def state_dict(self) -> list[dict[str, Any]]:
-        return [optimizer.state_dict() for optimizer in self]
-
-    def load_state_dict(self, states: list[dict[str, Any]]) -> None:
-        for optimizer, state in zip(self, states, strict=True):
-            optimizer.load_state_dict(state)
+    members: dict[tuple[ParamGroup, tuple[int, ...], str | None], dict[str, Tensor]] = {}
+    for name, parameter in parameters.items():
+        group = match_group(roles[name].name, groups)
+        single = name in alone or isinstance(group.rule, RowAdagradConfig)
+        key = (group, _unit(group, parameter, roles[name].blocks), name if single else None)
+        members.setdefault(key, {})[name] = parameter
+    parts = [_part(group, unit, held, precision) for (group, unit, _), held in members.items()]
+    return sorted(parts, key=lambda part: groups.index(part.group))
 
 
-def _group_options(group: ParamGroup, blocks: int, precision: Precision) -> dict[str, Any]:
-    options: dict[str, Any] = {"lr": group.lr, "base_lr": group.lr, "weight_decay": group.weight_decay}
+def _unit(group: ParamGroup, parameter: Tensor, blocks: int) -> tuple[int, ...]:
+    """The shape of what the group's rule takes as one."""
+    if isinstance(group.rule, MuonConfig):
+        return matrix_shape(parameter.shape, blocks)
+    if isinstance(group.rule, SoapConfig):
+        return matrix_sides(parameter) if parameter.ndim > 1 else (parameter.numel(),)
+    return ()
+
+
+def _part(group: ParamGroup, unit: tuple[int, ...], held: dict[str, Tensor], precision: Precision) -> Part:
+    if isinstance(group.rule, RowAdagradConfig):
+        ((name, table),) = held.items()
+        return TablePart(group, name, table, _optimizer(group, [table], precision))
+    size = place()[1]
+    small = sum(p.numel() for p in held.values()) < REPLICATE_BELOW
+    bank = Bank(held, unit, _storage(group, held), shards=1 if small or group.comm == "replicate" else size)
+    own, grad = (bank.owned(flat, shard_index(bank)) for flat in (bank.data, bank.grad))
+    if not len(own):
+        return BankPart(group, bank, None)
+    one_by_one = isinstance(group.rule, SoapConfig)
+    tensors = list(own.unbind(0)) if one_by_one else [own]
+    for tensor, gradient in zip(tensors, grad.unbind(0) if one_by_one else [grad], strict=True):
+        tensor.grad = gradient
+    return BankPart(group, bank, _optimizer(group, tensors, precision))
+
+
+def _storage(group: ParamGroup, held: dict[str, Tensor]) -> torch.dtype:
+    """What the group stores its parameters in: its own wish, but nothing below fp64 in an fp64 run."""
+    wide = next(iter(held.values())).dtype
+    return wide if group.storage == "fp32" or wide == torch.float64 else torch.bfloat16
+
+
+def _optimizer(group: ParamGroup, tensors: list[Tensor], precision: Precision) -> torch.optim.Optimizer:
+    options = {
+        "params": tensors,
+        "weight_decay": group.weight_decay,
+        **_rule_options(group, precision, tensors[0].dtype),
+    }
     if isinstance(group.rule, AdamConfig | MuonConfig):
-        options |= {"lr_scale": group.lr_scale, "decay": group.rule.decay}
+        options |= {"lr": group.lr, "lr_scale": group.lr_scale, "decay": group.rule.decay}
     else:  # these know no second rate
-        options |= {"lr": group.lr * group.lr_scale, "base_lr": group.lr * group.lr_scale}
+        options |= {"lr": group.lr * group.lr_scale}
     if group.storage == "bf16+16" and not isinstance(group.rule, MuonConfig):
         raise ValueError(f"storage='bf16+16' of role {group.role!r} needs MuonConfig: take 'bf16' or 'fp32'")
-    if isinstance(group.rule, AdamConfig):
-        return {**options, "betas": group.rule.betas, "eps": group.rule.eps, "eps_form": group.rule.eps_form}
-    if isinstance(group.rule, SoapConfig):
-        rule = group.rule
-        return {**options, "betas": rule.betas, "eps": rule.eps, "refresh_every": rule.refresh_every}
-    if isinstance(group.rule, RowAdagradConfig):
-        return {**options, "power": group.rule.power}
+    optimizer: torch.optim.Optimizer = _RULES[type(group.rule)]([{**options, "base_lr": options["lr"]}])
+    return optimizer
+
+
+def _rule_options(group: ParamGroup, precision: Precision, stored: torch.dtype) -> dict[str, Any]:
+    rule = group.rule
+    if isinstance(rule, AdamConfig):
+        return {"betas": rule.betas, "eps": rule.eps, "eps_form": rule.eps_form}
+    if isinstance(rule, SoapConfig):
+        return {"betas": rule.betas, "eps": rule.eps, "refresh_every": rule.refresh_every}
+    if isinstance(rule, RowAdagradConfig):
+        return {"power": rule.power}
     return {
-        **options,
-        "momentum": group.rule.momentum,
-        "scale": group.rule.scale,
-        "orthogonalizer": group.rule.orthogonalizer,
-        "split": blocks,
+        "momentum": rule.momentum,
+        "scale": rule.scale,
+        "orthogonalizer": rule.orthogonalizer,
         "orthogonalize_dtype": DTYPES[precision.orthogonalize],
-        "variance_beta": group.rule.variance_beta,
-        "mantissa": group.storage == "bf16+16",
+        "stacked": True,
+        "variance_beta": rule.variance_beta,
+        "mantissa": group.storage == "bf16+16" and stored == torch.bfloat16,
     }
 
 

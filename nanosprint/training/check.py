@@ -4,9 +4,8 @@ import torch
 
 from nanosprint.config.recipe import Recipe
 from nanosprint.model.gpt import GPT
-from nanosprint.model.roles import collect_roles
-from nanosprint.optim.build import Optimizers
 from nanosprint.training.batch import ModelStage, random_input
+from nanosprint.training.state import build_engine
 
 
 def check_recipe(recipe: Recipe) -> str:
@@ -24,7 +23,7 @@ def check_recipe(recipe: Recipe) -> str:
     missing = [name for name, p in model.named_parameters() if p.grad is None]
     if missing:
         raise ValueError(f"recipe {recipe.name!r}: no gradient reaches {', '.join(missing)}")
-    Optimizers(dict(model.named_parameters()), collect_roles(model), recipe.groups, recipe.precision)
+    build_engine(model, recipe)
     flops = model.flops_per_token(plan.seq_len, recipe.plan(recipe.train.num_steps // 2).windows)
     return (
         f"{recipe.name}: ok  {model.num_parameters():,} parameters, {recipe.train.num_steps:,} steps, "

@@ -16,7 +16,7 @@ import torch
 from nanosprint.errors import UserError
 from nanosprint.files import TEMPORARY_SUFFIX, atomic_file, atomic_write
 
-SCHEMA = 1
+SCHEMA = 2  # optimizer state by parameter name
 KEEP = 2
 _log = logging.getLogger(__name__)
 

@@ -5,7 +5,6 @@ launcher (`--gpus N`) or by torchrun on one node or many; both tell each process
 """
 
 import os
-from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -17,7 +16,6 @@ from torch import Tensor
 from nanosprint.errors import UserError
 
 TIMEOUT = timedelta(minutes=10)
-_BUCKET_ELEMENTS = 16 * 2**20  # 64 MiB of fp32: large enough for full bandwidth, small enough not to hurt memory
 
 
 @dataclass(frozen=True)
@@ -101,60 +99,3 @@ def from_main(value: Any) -> Any:
     box = [value]
     dist.broadcast_object_list(box, src=0)
     return box[0]
-
-
-def sum_gradients(parameters: Iterable[Tensor]) -> None:
-    """Replace each gradient by its sum over all processes, several at a time in one message.
-
-    Which parameters take part is decided by their presence in the model, never by whether a gradient arrived, so that
-    no process can wait for a message that another does not send: a missing gradient counts as zero. A sparse gradient
-    becomes that of all look-ups of all processes, of which each must have made as many.
-    """
-    if not dist.is_initialized():
-        return
-    dense: list[Tensor] = []
-    for p in parameters:
-        if p.grad is not None and p.grad.is_sparse:
-            p.grad = _gather_sparse(p.grad)
-        else:
-            dense.append(p)
-    for bucket in _buckets(dense):
-        flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in bucket])
-        dist.all_reduce(flat)
-        for p, part in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
-            p.grad = part.view_as(p)
-
-
-def summed_copies(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Each gradient's sum over all processes, the gradients themselves untouched; every process must call it.
-
-    For what is still accumulating: a checkpoint holds the whole, of which the main process's part is one share.
-    """
-    if not dist.is_initialized():
-        return gradients
-    return {n: _gather_sparse(g) if g.is_sparse else sum_(g.clone()) for n, g in gradients.items()}
-
-
-def _gather_sparse(gradient: Tensor) -> Tensor:
-    """All processes' look-ups of a table, (rows, row gradients), one behind the other in the order of ranks."""
-    indices, values = gradient._indices().contiguous(), gradient._values().contiguous()
-    all_indices = [torch.empty_like(indices) for _ in range(dist.get_world_size())]
-    all_values = [torch.empty_like(values) for _ in range(dist.get_world_size())]
-    dist.all_gather(all_indices, indices)
-    dist.all_gather(all_values, values)
-    gathered = (torch.cat(all_indices, dim=1), torch.cat(all_values))
-    return torch.sparse_coo_tensor(*gathered, gradient.shape, check_invariants=False)
-
-
-def _buckets(parameters: list[Tensor]) -> Iterable[list[Tensor]]:
-    """Runs of parameters of one dtype, each up to the size of a message."""
-    bucket: list[Tensor] = []
-    size = 0
-    for p in parameters:
-        if bucket and (size + p.numel() > _BUCKET_ELEMENTS or p.dtype != bucket[0].dtype):
-            yield bucket
-            bucket, size = [], 0
-        bucket.append(p)
-        size += p.numel()
-    if bucket:
-        yield bucket

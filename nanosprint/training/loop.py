@@ -62,10 +62,8 @@ class Loop:
         """Go on from a checkpoint."""
         self.run.state.restore(saved)
         self.clock.restore(self.run.state.train_ms)
-        if self.run.world.is_main:  # what was a sum over all processes becomes the main one's share
+        if self.run.world.is_main:
             self.meter.restore(saved["energy"])
-        else:
-            self.run.state.drop_gradients()
         step, last = self.run.state.step, self.run.request.last_step
         if step > last:
             raise UserError(f"the run is at step {step} already, beyond --max-steps {last}")
@@ -111,7 +109,7 @@ class Loop:
         run, state = self.run, self.run.state
         plan = run.recipe.plan(state.step)
         inputs = model_inputs(data.micro_batches, plan, self.stage.enter(plan), run.parts)
-        loss = train_step(run.loss_sum, state.optimizers, inputs, plan, run.recipe.train.grad_clip)
+        loss = train_step(run.loss_sum, state, inputs, plan, run.recipe.train)
         state.step += 1
         state.tokens += plan.batch_tokens
         state.reader = data.state_after
@@ -146,9 +144,11 @@ class Loop:
         self.flush()
         self._check_weights()
         joules, reason = self.energy()
-        gradients = distributed.summed_copies(state.gradients())
+        state.train_ms = self.clock.train_ms
+        captured = state.capture(keep=self.run.world.is_main)
         self.saved_step, self.saved_at = state.step, time.monotonic()
-        return bool(distributed.from_main(self._write_checkpoint(gradients, joules, reason)))
+        written = captured is not None and self._write_checkpoint(captured, joules, reason)
+        return bool(distributed.from_main(written))
 
     def _check_weights(self) -> None:
         """Raise DivergedError if a weight is not finite: the loss shows it a step later than the update."""
@@ -156,14 +156,10 @@ class Loop:
         if not bool(finite.all()):
             raise DivergedError(self.run.state.step, math.nan)
 
-    def _write_checkpoint(self, gradients: dict[str, Tensor], joules: float | None, reason: str | None) -> bool:
+    def _write_checkpoint(self, captured: dict[str, Any], joules: float | None, reason: str | None) -> bool:
         state = self.run.state
-        if not self.run.world.is_main:
-            return False
-        state.train_ms = self.clock.train_ms
         content = {
-            **state.capture(),
-            "gradients": gradients,
+            **captured,
             "recipe_hash": self.run.recipe.hash,
             "energy": {"energy_j": joules, "reason": reason},
             "wait_s": self.outcome.wait_s,

@@ -20,17 +20,16 @@ from nanosprint.errors import UserError
 from nanosprint.model.context import NO_CONTEXT, Context
 from nanosprint.model.gpt import GPT
 from nanosprint.model.head import HeadLoss
-from nanosprint.model.roles import collect_roles
 from nanosprint.ops.attention import BACKENDS
 from nanosprint.ops.fp8 import has_fp8
 from nanosprint.ops.head_loss import Fp8Scales, head_loss
 from nanosprint.ops.softcap_xent import uses_kernel
-from nanosprint.optim.build import DTYPES, Optimizers
+from nanosprint.optim.build import DTYPES
 from nanosprint.training import distributed
 from nanosprint.training.distributed import World
 from nanosprint.training.request import Budget, RunRequest
 from nanosprint.training.resolve import part_choices, resolve
-from nanosprint.training.state import TrainState
+from nanosprint.training.state import TrainState, build_engine
 from nanosprint.training.step import LossSum
 from nanosprint.training.warmup import measure_step_ms, warm_up
 
@@ -142,11 +141,11 @@ def build_state(recipe: Recipe, execution: Execution, seed: int, device: torch.d
     model.init_weights(seed)
     model.extend(recipe.max_seq_len)
     model.to(device=device, dtype=wide)
+    engine = build_engine(model, recipe)
     if recipe.precision.fp8_mlp is not None and execution.fp8 != "off" and has_fp8(device):
         model.train_mlps_in_fp8(recipe.precision.fp8_mlp)
         model.refresh(0)
-    optimizers = Optimizers(dict(model.named_parameters()), collect_roles(model), recipe.groups, recipe.precision)
-    return TrainState(model, optimizers)
+    return TrainState(model, engine)
 
 
 def _head_loss(recipe: Recipe, execution: Execution, device: torch.device) -> HeadLoss | None:

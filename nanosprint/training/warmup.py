@@ -15,7 +15,7 @@ from nanosprint.config.schedule import StepPlan
 from nanosprint.data.loader import StepData
 from nanosprint.training import distributed
 from nanosprint.training.batch import ModelStage, model_inputs, random_input
-from nanosprint.training.state import TrainState, copied
+from nanosprint.training.state import TrainState
 from nanosprint.training.step import LossSum, train_step
 
 Synchronize = Callable[[], None]
@@ -36,7 +36,7 @@ def warm_up(
 
     bakes_limits: whether a graph holds its windows. parts: see `model_inputs`.
     """
-    saved = copied(state.capture())
+    saved = state.snapshot()
     rows = validation_batch_tokens(recipe, parts) // recipe.eval.seq_len
     num_steps, stage = recipe.train.num_steps, ModelStage(state.model)
     train_steps, val_steps = (range(num_steps), validation_steps(recipe)) if compiled else ([0], [num_steps])
@@ -51,7 +51,7 @@ def warm_up(
                 device = state.model.embed.weight.device
                 loss_sum(*random_input(recipe, plan, rows, device, stage.enter(plan)))
     finally:
-        state.restore(saved)
+        state.put_back(saved)
 
 
 def new_graphs(plans: Iterable[StepPlan], bakes_limits: bool) -> list[StepPlan]:
@@ -99,18 +99,18 @@ def measure_step_ms(
     Real tokens, because what a look-up costs depends on them. `state` is restored afterwards. Every process must call
     it; their answers differ by the noise of their clocks.
     """
-    saved, attn_scale = copied(state.capture()), ModelStage(state.model).enter(plan)
+    saved, attn_scale = state.snapshot(), ModelStage(state.model).enter(plan)
     times: list[float] = []
     for step in data:
         synchronize()
         start = time.perf_counter()
         inputs = model_inputs(step.micro_batches, plan, attn_scale, parts)
-        train_step(loss_sum, state.optimizers, inputs, plan, recipe.train.grad_clip)
+        train_step(loss_sum, state, inputs, plan, recipe.train)
         synchronize()
         times.append(time.perf_counter() - start)
         if distributed.from_main(len(times) >= 5 and sum(times) >= seconds):
             break
-    state.restore(saved)
+    state.put_back(saved)
     return 1000 * statistics.median(times)
 
 
@@ -127,4 +127,4 @@ def _random_step(
     rows = plan.batch_tokens // recipe.train.lanes // plan.seq_len * lanes
     device = state.model.embed.weight.device
     batches = (random_input(recipe, plan, rows, device, attn_scale, parts) for _ in range(micro_batches * parts))
-    train_step(loss_sum, state.optimizers, batches, plan, recipe.train.grad_clip)
+    train_step(loss_sum, state, batches, plan, recipe.train)

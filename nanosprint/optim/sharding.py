@@ -1,0 +1,154 @@
+"""Who updates what, and how gradients get there and weights get back.
+
+    shard       reduce-scatter: the owner of a shard gets its gradient's sum · it updates · all-gather to everybody
+    replicate   all-reduce: everybody gets the sum · everybody does the same update · nothing to send back
+
+Both work in place on a bank's flat storages and are launched without waiting. Sharding spares state and arithmetic, and
+for expensive rules time; replicating spares the second message, which is what small tensors are about.
+
+The order of messages must be the same on all processes, or they wait for each other for ever. So it follows the order
+of the recipe's groups and never depends on data: `LaunchOrder` lets a reduction start during the backward pass, as soon
+as its gradients are complete, but only behind all those before it; a gradient that does not arrive counts as zero.
+
+Gloo, the back end on CPUs, does all of this too, in place and for every dtype used here. One process sends nothing.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from nanosprint.optim.bank import Bank
+
+# torch 2.13 renamed both; the old names warn there and are the only ones before.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def place() -> tuple[int, int]:
+    """(rank, number of processes); (0, 1) without a process group."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def reduce_bank(bank: Bank) -> Any:
+    """Launch the sum of the gradients over all processes, in place; returns a handle with `wait`, or None.
+
+    Afterwards a process's own shard of `bank.grad` holds the sum. The rest is whatever was left there.
+    """
+    rank, size = place()
+    if size == 1:
+        return None
+    if bank.shards == 1:
+        return dist.all_reduce(bank.grad, async_op=True)
+    return _reduce_scatter(bank.shard(bank.grad, rank), bank.grad, async_op=True)
+
+
+def gather_bank(bank: Bank) -> Any:
+    """Launch the exchange of updated shards, in place; returns a handle with `wait`, or None where all have all."""
+    if bank.shards == 1:
+        return None
+    return _all_gather(bank.data, bank.shard(bank.data, place()[0]), async_op=True)
+
+
+def gather_units(bank: Bank, own: Tensor | None, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """From values of a process's own units, (units, *shape), to those of all, (count, *shape), on every process.
+
+    own lies beside the bank's storage, in any `dtype`; None where a process owns no units. Every process must call it.
+    """
+    if bank.shards == 1:
+        assert own is not None
+        return own
+    mine = torch.zeros(bank.per_shard, *shape, dtype=dtype, device=bank.data.device)
+    if own is not None:
+        mine[: len(own)] = own
+    whole = torch.empty(bank.per_shard * bank.shards, *shape, dtype=dtype, device=bank.data.device)
+    _all_gather(_bytes(whole), _bytes(mine))  # as bytes, since back ends do not know every dtype
+    return whole[: bank.count]
+
+
+def from_first(value: Any) -> Any:
+    """The first process's `value`, on every process."""
+    if place()[1] == 1:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def gather_sparse(gradient: Tensor | None, table: Tensor) -> Tensor:
+    """All processes' look-ups of a table, one behind the other in the order of ranks; uncoalesced.
+
+    gradient: sparse with one sparse axis, or None for no look-up. Processes may have made different numbers of them:
+    the numbers are exchanged first, and the shorter ones padded with zeros for the way.
+    """
+    width = table.shape[1:]
+    if gradient is None:
+        indices = torch.zeros(1, 0, dtype=torch.int64, device=table.device)
+        values = torch.zeros(0, *width, dtype=table.dtype, device=table.device)
+    else:
+        indices, values = gradient._indices(), gradient._values()
+    _, size = place()
+    if size > 1:
+        counts = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
+        dist.all_gather(counts, torch.tensor([values.size(0)]))  # on the CPU: no wait for the device
+        lengths = [int(n) for n in counts]
+        indices = _gather_uneven(indices.mT, lengths).mT
+        values = _gather_uneven(values, lengths)
+    return torch.sparse_coo_tensor(indices, values, table.shape, check_invariants=False)
+
+
+def _gather_uneven(rows: Tensor, lengths: Sequence[int]) -> Tensor:
+    longest = max(lengths)
+    padded = rows.new_zeros(longest, *rows.shape[1:])
+    padded[: len(rows)] = rows
+    everything = [torch.empty_like(padded) for _ in lengths]
+    dist.all_gather(everything, padded)
+    return torch.cat([part[:n] for part, n in zip(everything, lengths, strict=True)])
+
+
+def sum_over_processes(tensor: Tensor) -> Tensor:
+    """The sum, in place, on every process."""
+    if place()[1] > 1:
+        dist.all_reduce(tensor)
+    return tensor
+
+
+class LaunchOrder:
+    """Starts launches one after another, each when what it waits for has arrived and all before it have started."""
+
+    def __init__(self) -> None:
+        self._queue: list[tuple[set[int], Callable[[], None]]] = []
+        self._waiting: dict[int, list[set[int]]] = {}  # by parameter, the sets of the queue that hold it
+        self._next = 0
+
+    def arm(self, launches: Iterable[tuple[Iterable[Tensor], Callable[[], None]]]) -> None:
+        """Set up the coming backward pass: parameters to wait for and what to launch then, in order."""
+        self._queue = [({id(p) for p in parameters}, launch) for parameters, launch in launches]
+        self._waiting, self._next = {}, 0
+        for waiting, _ in self._queue:
+            for key in waiting:
+                self._waiting.setdefault(key, []).append(waiting)
+
+    def arrived(self, parameter: Tensor) -> None:
+        """This parameter's gradient is complete."""
+        for waiting in self._waiting.get(id(parameter), ()):
+            waiting.discard(id(parameter))
+        while self._next < len(self._queue) and not self._queue[self._next][0]:
+            self._launch()
+
+    def finish(self) -> None:
+        """The backward pass is over: launch the rest, in order, whatever has not arrived."""
+        while self._next < len(self._queue):
+            self._launch()
+        self._waiting.clear()
+
+    def _launch(self) -> None:
+        launch = self._queue[self._next][1]
+        self._next += 1
+        launch()
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
