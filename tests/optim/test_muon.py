@@ -9,7 +9,7 @@ from nanosprint.config.groups import AdamConfig, MuonConfig, ParamGroup, SoapCon
 from nanosprint.config.recipe import Precision
 from nanosprint.ops import polar
 from nanosprint.optim import Muon
-from nanosprint.optim.build import _group_options
+from nanosprint.optim.build import _optimizer
 from nanosprint.optim.mantissa import join
 from nanosprint.optim.muon import matrix_shape, variance_shape
 
@@ -389,10 +389,13 @@ def test_options_of_a_recipe_arrive():
         "adam": AdamConfig(eps_form="uncorrected", decay="cautious"),
         "soap": SoapConfig(),
     }
+    stack = torch.zeros(1, 4, 4, dtype=torch.bfloat16)
     groups = {
-        name: _group_options(
-            ParamGroup(rule=rule, storage="bf16+16" if name == "muon" else "bf16", **bank), 1, Precision()
-        )
+        name: _optimizer(
+            ParamGroup(rule=rule, storage="bf16+16" if name == "muon" else "bf16", **bank),
+            [stack if name == "muon" else stack[0]],
+            Precision(),
+        ).param_groups[0]
         for name, rule in rules.items()
     }
     for name in ("muon", "adam"):
@@ -402,7 +405,7 @@ def test_options_of_a_recipe_arrive():
     assert groups["adam"]["eps_form"] == "uncorrected"
     assert groups["soap"]["lr"] == groups["soap"]["base_lr"] == pytest.approx(0.06)
     with pytest.raises(ValueError, match=r"storage='bf16\+16' of role 'a' needs MuonConfig"):
-        _group_options(ParamGroup(rule=rules["adam"], storage="bf16+16", **bank), 1, Precision())
+        _optimizer(ParamGroup(rule=rules["adam"], storage="bf16+16", **bank), [stack[0]], Precision())
 
 
 def test_options_may_come_later():

@@ -11,9 +11,10 @@ PLAN = StepPlan(step=0, lr_factor=1.0, momentum=None, batch_tokens=6, seq_len=1,
 
 
 class Recorder:
-    """Stands for the engine, and for a model with one weight."""
+    """Stands for a run's state: its engine, and its model with one weight."""
 
     def __init__(self):
+        self.engine = self.model = self
         self.weight = torch.ones((), requires_grad=True)
         self.calls = []
 
@@ -29,6 +30,9 @@ class Recorder:
         self.calls.append("step")
         self.got = (plan, grad_clip, self.weight.grad.item())
 
+    def refresh(self, steps):
+        self.calls.append(f"refresh {steps}")
+
 
 @pytest.mark.parametrize(("objective", "divisor"), [("mean", 6), ("lane_mean", 4)])
 def test_a_step(objective, divisor):
@@ -38,7 +42,7 @@ def test_a_step(objective, divisor):
     assert total.item() == 15
     assert it.got[:2] == (PLAN, 0.5)
     assert it.got[2] == pytest.approx(15 / divisor)
-    assert it.calls == ["loss 3", "loss 5", "loss 7", "begin", "step"]
+    assert it.calls == ["loss 3", "loss 5", "loss 7", "begin", "step", "refresh 1"]
     assert it.before == pytest.approx(8 / divisor)  # the last backward pass came after `begin`
 
 

@@ -104,7 +104,7 @@ def test_state_is_saved_and_warm_up_puts_it_back():
     assert not any(".fp8." in n for n, _ in state.model.named_parameters())
     before = copied(state.model.state_dict())
     model = state.model
-    model.loss_sum(*random_input(recipe, 2, recipe.model.seq_len, torch.device("cpu"))).backward()
+    model.loss_sum(*random_input(recipe, recipe.plan(0), 2, torch.device("cpu"))).backward()
     assert not torch.equal(model.layers[0].mlp.fp8.post_scale, before["layers.0.mlp.fp8.post_scale"])
     model.load_state_dict(before)
     warm_up(state, model.loss_sum, recipe, recipe.train.lanes, 1, compiled=False)
@@ -130,7 +130,7 @@ def test_compiled_training_step_is_one_graph():
         for i, p in enumerate(model.parameters()):
             p.add_(0.05 * torch.randn(p.shape, generator=torch.Generator().manual_seed(i)))
     model.refresh(0)
-    arguments = random_input(recipe, 2, recipe.model.seq_len, torch.device("cpu"))
+    arguments = random_input(recipe, recipe.plan(0), 2, torch.device("cpu"))
     start = copied(model.state_dict())
     compiled = torch.compile(model.loss_sum, dynamic=False, fullgraph=True, backend="aot_eager")
     results = []
