@@ -330,14 +330,8 @@ class Recipe:
     def _validate_contradictions(self) -> None:
         """Switches that each work, but not together, or that would be turned without any effect."""
         model, roles = self.model, [group.role for group in self.groups]
-        start = model.document_start
         windowed = any(layer.mixer is not None and layer.mixer.window != "full" for layer in model.layers)
         twice = sorted({role for role in roles if roles.count(role) > 1})
-        if start is not None and not 0 <= start < model.vocab_size:
-            raise ValueError(
-                f"model.document_start={start} is no token: model.vocab_size={model.vocab_size}. Set it to the "
-                "tokenizer's start of a document (50256 for GPT-2's tokens), or to none"
-            )
         if self.schedule.windows is not None and not windowed:
             raise ValueError(
                 "schedule.windows is set, but every layer sees everything: set model.layers.N.mixer.window to long or "

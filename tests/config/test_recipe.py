@@ -75,7 +75,7 @@ def test_what_cannot_work_is_refused(overrides, message):
         (
             "longwindow",
             ["model.document_start=60000"],
-            "model.document_start=60000 is no token: model.vocab_size=50304",
+            "model.document_start=60000 is no token of model.vocab_size=50304",
         ),
         ("gpt2", ['schedule.windows={"start": 64, "end": 64}'], "schedule.windows is set, but every layer sees every"),
         ("longwindow", ["schedule.windows=none"], "window=long, but no schedule.windows says how far"),
