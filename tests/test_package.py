@@ -101,3 +101,13 @@ def test_a_built_wheel_runs(tmp_path):
     command = [sys.executable, "-m", "nanosprint", "train", "tiny", "--device", "cpu", "--max-steps", "1"]
     run = subprocess.run(command, cwd=tmp_path, env={"PYTHONPATH": str(site)}, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
+
+
+def test_kernel_arguments_have_names_that_triton_leaves_free():
+    """Triton 3.6 builds a launcher with locals of its own: an argument called `params` never arrives."""
+    taken = {"params", "specialization", "options"}
+    for path in sorted((ROOT / "kernels").glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and any("jit" in ast.unparse(d) for d in node.decorator_list):
+                clash = taken & {a.arg for a in node.args.args}
+                assert not clash, f"{path.name}: {node.name} has arguments called {clash}"

@@ -18,7 +18,7 @@ _MOST = 2**31 - 2**16  # elements of a tensor: offsets are 32 bits wide
 
 @triton.jit
 def _adam_kernel(
-    params, grads, exp_avgs, exp_avg_sqs, size, fresh1, beta2, fresh2, root_scale, eps, step_size, decay,
+    weights, grads, exp_avgs, exp_avg_sqs, size, fresh1, beta2, fresh2, root_scale, eps, step_size, decay,
     CAUTIOUS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -30,11 +30,11 @@ def _adam_kernel(
     tl.store(exp_avgs + at, average, mask=inside)
     tl.store(exp_avg_sqs + at, square, mask=inside)
     update = step_size * average / (tl.sqrt(square) * root_scale + eps)
-    weight = tl.load(params + at, mask=inside, other=0.0).to(tl.float32)
+    weight = tl.load(weights + at, mask=inside, other=0.0).to(tl.float32)
     shrink = decay * weight
     if CAUTIOUS:
         shrink = tl.where(update * weight > 0.0, shrink, 0.0)
-    tl.store(params + at, (weight - shrink - update).to(params.dtype.element_ty), mask=inside)
+    tl.store(weights + at, (weight - shrink - update).to(weights.dtype.element_ty), mask=inside)
 
 
 def adam_step(

@@ -105,7 +105,7 @@ def _join(high, low):
 
 @triton.jit
 def _apply_kernel(
-    params, lows, stack, factors, size, step_size, decay,
+    weights, lows, stack, factors, size, step_size, decay,
     COLS: tl.constexpr, MATRIX: tl.constexpr, FACTORS: tl.constexpr, CAUTIOUS: tl.constexpr, PARAM: tl.constexpr,
     LOWS: tl.constexpr, TABLE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -122,8 +122,8 @@ def _apply_kernel(
         factor = tl.load(factors + place, mask=inside, other=0.0)
         update = (update.to(tl.float32) * factor.to(tl.float32)).to(stack.dtype.element_ty)
     update = update.to(tl.float32)
-    params = _tensor(params, index, PARAM, TABLE) + at
-    weight = tl.load(params, mask=inside, other=0.0)
+    weights = _tensor(weights, index, PARAM, TABLE) + at
+    weight = tl.load(weights, mask=inside, other=0.0)
     if LOWS:
         lows = _tensor(lows, index, tl.int16, TABLE) + at
         weight = _join(weight, tl.load(lows, mask=inside, other=0))
@@ -134,10 +134,10 @@ def _apply_kernel(
     weight = weight - shrink - step_size * update
     if LOWS:
         bits = weight.to(tl.int32, bitcast=True)
-        tl.store(params, (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), mask=inside)
+        tl.store(weights, (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), mask=inside)
         tl.store(lows, bits.to(tl.int16), mask=inside)
     else:
-        tl.store(params, weight.to(PARAM), mask=inside)
+        tl.store(weights, weight.to(PARAM), mask=inside)
 
 
 def momentum_stack(
