@@ -368,7 +368,7 @@ def test_a_checkpoint_with_bad_weights_is_not_written(train_tiny, tmp_path, monk
         loss = real(*args)
         if args[3].step == 9:
             with torch.no_grad():
-                args[1].parts[0].bank.data[0] = math.inf
+                args[1].engine.parts[0].bank.data[0] = math.inf
         return loss
 
     monkeypatch.setattr(loop_module, "train_step", step)
