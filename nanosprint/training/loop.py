@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from nanosprint.data.loader import validation_batches
+from nanosprint.data.prefixes import prefixes_of
 from nanosprint.errors import DivergedError, Interrupted, UserError
 from nanosprint.results.runs import RunDir
 from nanosprint.training import checkpoint, distributed
@@ -52,6 +53,7 @@ class Loop:
         self.outcome = Outcome()
         self.stage = ModelStage(run.state.model)
         self.pending: list[tuple[int, int, Tensor, int, Any]] = []  # step, tokens, loss sum, step's tokens, mark
+        self._has_prefixes = False
         self.memory = PeakMemory(run.world.device)
         self.memory.resume()  # warm-up does not count
         self.saved_step, self.saved_at = run.state.step, time.monotonic()
@@ -95,6 +97,7 @@ class Loop:
                     return self.outcome
                 if not self.clock.running:
                     self.clock.start()
+                    self._set_prefixes()
                 self._train(next(steps))
                 if profiler is not None:
                     if profiler.writes_now:
@@ -115,6 +118,15 @@ class Loop:
         state.reader = data.state_after
         self.outcome.wait_s += data.wait_s
         self.pending.append((state.step, state.tokens, loss, plan.batch_tokens, self._mark()))
+
+    def _set_prefixes(self) -> None:
+        """Build the table that the loss of prefixes needs, once, on the clock: it is part of training."""
+        run, stages = self.run, self.run.recipe.schedule.stages
+        if self._has_prefixes or stages is None or not any(stage.loss.prefix for stage in stages.stages):
+            return
+        table = prefixes_of(run.data.tokenizer, run.recipe.model.vocab_size)
+        run.state.model.set_prefixes(torch.from_numpy(table))
+        self._has_prefixes = True
 
     def flush(self) -> None:
         """Bring the losses of the last steps to the log. Raises DivergedError at the first that is not finite."""
