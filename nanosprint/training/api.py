@@ -17,6 +17,7 @@ from nanosprint.config.recipe import Execution, Recipe
 from nanosprint.data.lock import try_lock
 from nanosprint.data.tokenizers import save_tokenizer
 from nanosprint.errors import DivergedError, Interrupted, UserError
+from nanosprint.optim.sharding import from_first
 from nanosprint.results.metrics import metrics_sha256
 from nanosprint.results.record import DataRecord, Mfu, RunRecord, ShardFile, Status
 from nanosprint.results.runs import RunDir
@@ -82,10 +83,10 @@ def carry_out(
     """
     started = time.time() if started is None else started
     world = distributed.start(request.execution.device)
-    request, path = distributed.from_main((request, run_dir and str(run_dir.path)))
+    request, path = from_first((request, run_dir and str(run_dir.path)))
     with _taken(run_dir):
         session = _Session(request, RunDir(Path(path)), world, resume, console, started)
-        record: RunRecord = distributed.from_main(session.run())
+        record: RunRecord = from_first(session.run())
     # After an error the group is left standing: closing it would wake the others with errors of their own, and the
     # first to speak would not be the one that knows.
     distributed.stop()
@@ -141,7 +142,7 @@ class _Session:
                     f"the checkpoint in {self.run_dir.path} belongs to recipe {saved['recipe_hash']}, "
                     f"not {self.request.recipe.hash}: start a new run for another recipe"
                 )
-        return distributed.from_main(saved)
+        return from_first(saved)
 
     def _settle(self, prepared: Prepared) -> None:
         """Store what start-up decided, so that a resumed run and other seeds repeat it."""

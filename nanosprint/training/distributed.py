@@ -7,7 +7,6 @@ launcher (`--gpus N`) or by torchrun on one node or many; both tell each process
 import os
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -78,24 +77,8 @@ def stop() -> None:
         dist.destroy_process_group()
 
 
-def sum_(tensor: Tensor) -> Tensor:
-    """Replace `tensor` by its sum over all processes, in place, and return it."""
-    if dist.is_initialized():
-        dist.all_reduce(tensor)
-    return tensor
-
-
 def max_(tensor: Tensor) -> Tensor:
     """Replace `tensor` by its element-wise maximum over all processes, in place, and return it."""
     if dist.is_initialized():
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
     return tensor
-
-
-def from_main(value: Any) -> Any:
-    """The main process's `value`, on every process."""
-    if not dist.is_initialized():
-        return value
-    box = [value]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from nanosprint.training import distributed
+from nanosprint.optim.sharding import sum_over_processes
 from nanosprint.training.batch import ModelInput
 from nanosprint.training.step import LossSum
 
@@ -28,7 +28,7 @@ def evaluate(loss_sum: LossSum, batches: Iterable[ModelInput], device: torch.dev
     for arguments in batches:
         totals[0] += loss_sum(*arguments)
         totals[1] += (arguments.targets >= 0).sum()
-    loss, count = distributed.sum_(totals).tolist()
+    loss, count = sum_over_processes(totals).tolist()
     if count == 0:
         raise ValueError("validation has no targets")
     return Validation(loss / count, int(count))

@@ -17,6 +17,7 @@ from torch import Tensor
 from nanosprint.data.loader import validation_batches
 from nanosprint.data.prefixes import prefixes_of
 from nanosprint.errors import DivergedError, Interrupted, UserError
+from nanosprint.optim.sharding import from_first, sum_over_processes
 from nanosprint.results.runs import RunDir
 from nanosprint.training import checkpoint, distributed
 from nanosprint.training.batch import ModelStage, model_inputs
@@ -133,7 +134,7 @@ class Loop:
         rows, self.pending = self.pending, []
         if not rows:
             return
-        losses = distributed.sum_(torch.stack([row[2] for row in rows])).tolist()
+        losses = sum_over_processes(torch.stack([row[2] for row in rows])).tolist()
         now = self._mark(wait=True)
         now_ms = self.clock.train_ms
         lines = []
@@ -160,7 +161,7 @@ class Loop:
         captured = state.capture(keep=self.run.world.is_main)
         self.saved_step, self.saved_at = state.step, time.monotonic()
         written = captured is not None and self._write_checkpoint(captured, joules, reason)
-        return bool(distributed.from_main(written))
+        return bool(from_first(written))
 
     def _check_weights(self) -> None:
         """Raise DivergedError if a weight is not finite: the loss shows it a step later than the update."""
@@ -233,7 +234,7 @@ class Loop:
         if step % train.log_every:
             return False
         minutes = (time.monotonic() - self.saved_at) / 60
-        return bool(distributed.from_main(minutes >= train.checkpoint_minutes > 0))
+        return bool(from_first(minutes >= train.checkpoint_minutes > 0))
 
     def _validation_due(self, last: int) -> bool:
         step, evaluation = self.run.state.step, self.run.recipe.eval
@@ -257,7 +258,7 @@ class Loop:
     def energy(self) -> tuple[float | None, str | None]:
         """Joules of all processes so far, or None and why. Every process must call it."""
         own = self.meter.energy_j
-        totals = distributed.sum_(torch.tensor([own or 0.0, float(own is None)], dtype=torch.float64)).tolist()
+        totals = sum_over_processes(torch.tensor([own or 0.0, float(own is None)], dtype=torch.float64)).tolist()
         if totals[1]:
             return None, self.meter.reason or "another process could not measure its energy"
         return totals[0], None

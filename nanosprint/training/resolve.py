@@ -10,7 +10,7 @@ from nanosprint.config.recipe import Execution, Recipe
 from nanosprint.errors import UserError
 from nanosprint.ops.attention import choose, require
 from nanosprint.optim.build import DTYPES
-from nanosprint.training import distributed
+from nanosprint.optim.sharding import from_first
 from nanosprint.training.distributed import World
 
 _SHORT_ROW = 256  # tokens up to which a CPU is fastest with all scores at once
@@ -21,7 +21,7 @@ _TOKENS_PER_MICROBATCH = {"cuda": 65_536, "mps": 16_384, "cpu": 16_384}
 def resolve(execution: Execution, recipe: Recipe, world: World) -> Execution:
     """The same execution with nothing left to choose. Raises UserError for what cannot work here."""
     device = world.device
-    compute: str = distributed.from_main(_compute(execution, recipe, device))  # measured, so processes might differ
+    compute: str = from_first(_compute(execution, recipe, device))  # measured, so processes might differ
     lanes = _lanes(execution, recipe, world)
     choices = {
         "device": device.type,
@@ -90,7 +90,7 @@ def _attention(execution: Execution, recipe: Recipe, world: World, dtype: torch.
             window=None if plan.windows is None else plan.windows.long,
             max_seq_len=plan.max_document,
         )
-    return str(distributed.from_main(chosen))
+    return str(from_first(chosen))
 
 
 def _compile(execution: Execution, recipe: Recipe, device: torch.device) -> str:

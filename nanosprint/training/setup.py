@@ -25,7 +25,7 @@ from nanosprint.ops.fp8 import has_fp8
 from nanosprint.ops.head_loss import Fp8Scales, head_loss
 from nanosprint.ops.softcap_xent import uses_kernel
 from nanosprint.optim.build import DTYPES
-from nanosprint.training import distributed
+from nanosprint.optim.sharding import from_first
 from nanosprint.training.distributed import World
 from nanosprint.training.request import Budget, RunRequest
 from nanosprint.training.resolve import part_choices, resolve
@@ -199,7 +199,7 @@ def fit_to_budget(request: RunRequest, state: TrainState, loss_sum: LossSum, wor
             parts = _resolved(request.execution.parts_per_microbatch)
             wait = partial(_synchronize, world.device)
             ms = measure_step_ms(state, loss_sum, recipe, plan, loader, wait, parts=parts)
-        steps = int(budget.amount * 1000 / (distributed.from_main(ms) * relative))
+        steps = int(budget.amount * 1000 / (from_first(ms) * relative))
     if steps < 1:
         raise UserError(
             f"--budget {_show(budget)} is less than one step of {recipe.train.batch_tokens} tokens: "

@@ -13,7 +13,7 @@ import torch
 from nanosprint.config.recipe import Recipe
 from nanosprint.config.schedule import StepPlan
 from nanosprint.data.loader import StepData
-from nanosprint.training import distributed
+from nanosprint.optim.sharding import from_first
 from nanosprint.training.batch import ModelStage, model_inputs, random_input
 from nanosprint.training.state import TrainState
 from nanosprint.training.step import LossSum, train_step
@@ -108,7 +108,7 @@ def measure_step_ms(
         train_step(loss_sum, state, inputs, plan, recipe.train)
         synchronize()
         times.append(time.perf_counter() - start)
-        if distributed.from_main(len(times) >= 5 and sum(times) >= seconds):
+        if from_first(len(times) >= 5 and sum(times) >= seconds):
             break
     state.put_back(saved)
     return 1000 * statistics.median(times)

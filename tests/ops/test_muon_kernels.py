@@ -1,15 +1,10 @@
 """Muon's one-pass kernels against the lists of operations that they replace."""
 
 import copy
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-from nanosprint.kernels import has_triton
 from nanosprint.optim import Muon
 from nanosprint.optim import muon as rule
 from nanosprint.optim.adam import adamw_, adamw_triton_
@@ -86,14 +81,8 @@ def test_tensors_that_cannot_be_fused_take_the_plain_way():
         torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-4)
 
 
-def test_kernel_logic_in_the_interpreter():
-    """Triton reads TRITON_INTERPRET when it is imported, hence a process of its own."""
-    if not has_triton():
-        pytest.skip("triton is not installed")
-    if torch.cuda.is_available():
-        pytest.skip("the kernels themselves are tested here")
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
-    subprocess.run([sys.executable, __file__], check=True, env=env, timeout=120)
+def test_kernel_logic_in_the_interpreter(run_interpreted):
+    run_interpreted(__file__)
 
 
 def interpreted():

@@ -1,10 +1,5 @@
 """The operator and its kernel against float64 autograd of the textbook form."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -173,14 +168,8 @@ def test_offsets_beyond_31_bits():
     assert torch.equal(grad[-16:], part)
 
 
-def test_kernel_logic_in_the_interpreter():
-    """Triton reads TRITON_INTERPRET when it is imported, hence a process of its own."""
-    if not has_triton():
-        pytest.skip("triton is not installed")
-    if torch.cuda.is_available():
-        pytest.skip("the kernels themselves are tested here")
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
-    subprocess.run([sys.executable, __file__], check=True, env=env, timeout=120)
+def test_kernel_logic_in_the_interpreter(run_interpreted):
+    run_interpreted(__file__)
 
 
 def interpreted():

@@ -1,14 +1,8 @@
 """Symmetric products against float64; the Triton kernel's logic runs here too, in Triton's interpreter (fp32)."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
-from nanosprint.kernels import has_triton
 from nanosprint.ops import symmetric
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -114,14 +108,8 @@ def test_user_mistakes():
         symmetric.gram_poly(torch.zeros(1, 3, 4), 1.0, 1.0)
 
 
-def test_kernel_logic_in_the_interpreter():
-    """Triton reads TRITON_INTERPRET when it is imported, hence a process of its own."""
-    if not has_triton():
-        pytest.skip("triton is not installed")
-    if torch.cuda.is_available():
-        pytest.skip("the kernels themselves are tested here")
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
-    subprocess.run([sys.executable, __file__], check=True, env=env, timeout=120)
+def test_kernel_logic_in_the_interpreter(run_interpreted):
+    run_interpreted(__file__)
 
 
 def interpreted():
