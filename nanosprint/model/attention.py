@@ -21,10 +21,10 @@ from nanosprint.model.roles import Role
 from nanosprint.model.rotary import Rotary
 from nanosprint.model.techniques.compose import compose_attention
 from nanosprint.model.techniques.head_gate import gated
-from nanosprint.model.techniques.key_offset import offset_keys
 from nanosprint.model.techniques.paired_heads import apart, doubled, interleaved
 from nanosprint.model.techniques.xsa import without_own_value
 from nanosprint.ops.attention import Attention
+from nanosprint.ops.key_offset import offset_keys
 from nanosprint.ops.qk_norm_rotary import qk_norm_rotary
 
 _OWN_VALUES = (Term(source="v"),)
@@ -125,9 +125,11 @@ class SelfAttention(nn.Module):
         The model's first attention leaves its values in `sources`, for value residuals.
         """
         start = 0 if cache is None else cache.length
-        q, k, v = self._queries_keys_values(x_BSD, start, self._merged_weight(sources, columns))
-        if self.spec.key_offset:
-            k = self._offset(k, cache)
+        offset = self.spec.key_offset if cache is None else ()
+        q, k, v = self._queries_keys_values(x_BSD, start, self._merged_weight(sources, columns), offset)
+        if cache is not None and self.spec.key_offset:
+            before, cache.last_key = cache.last_key, k[:, -1:]
+            k = offset_keys(k, self.spec.key_offset, before)
         v = own_v = self._summed_values(v, sources, columns)
         if cache is not None:
             k, v = cache.append(k, v)
@@ -149,31 +151,30 @@ class SelfAttention(nn.Module):
         k, v = (torch.empty(shape, dtype=dtype, device=self.out.device) for _ in range(2))
         return KVCache(k, v)
 
-    def _queries_keys_values(self, x_BSD: Tensor, start: int, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(B, S, H, K) each; queries and keys normed and turned as the recipe has it, the first token at `start`."""
+    def _queries_keys_values(
+        self, x_BSD: Tensor, start: int, weight: Tensor, offset: tuple[tuple[int, int], ...]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(B, S, H, K) each; queries and keys normed and turned as the recipe has it, the first token at `start`.
+
+        offset: ranges of a key's dimensions that come from the token before, in the same row.
+        """
         B, S, D = x_BSD.shape
         config, qkv = self.config, linear(x_BSD, weight, self.qkv_bias)
         if config.qk_norm and self.rotary is not None:
-            tables = self.rotary.tables(start, S, self.places)
-            pairs = config.rotary.pairs
-            return qk_norm_rotary(qkv, config.num_heads, *tables, FP32_EPS, self.stream_dtype, pairs)
+            rotary, tables = self.rotary, self.rotary.tables(start, S, self.places)
+            numbers = config.num_heads, *tables, FP32_EPS, self.stream_dtype, config.rotary.pairs
+            return qk_norm_rotary(qkv, *numbers, key_offset=offset, turning=rotary.turning)
         q, k, v = (t.view(B, S, config.num_heads, config.head_dim) for t in qkv.split(D, dim=-1))
         if config.qk_norm:
             q, k = rms_norm(q), rms_norm(k)
         if self.rotary is not None:
             q, k = self.rotary(q, start, self.places), self.rotary(k, start, self.places)
-        return q, k, v
+        return q, offset_keys(k, offset) if offset else k, v
 
     def _merged_weight(self, sources: Mapping[str, Tensor], columns: Mapping[str, Columns]) -> Tensor:
         """(3D, D). The learned scale multiplies the weight: 3 D² products, against 3 D a token on what comes out."""
         weight = torch.cat((self.qk, self.v)) if self.spec.separate_qk else self.qkv
         return weight if self.qkv_scale is None else self.qkv_scale(sources, columns) * weight
-
-    def _offset(self, k_BSHK: Tensor, cache: KVCache | None) -> Tensor:
-        before = None
-        if cache is not None:
-            before, cache.last_key = cache.last_key, k_BSHK[:, -1:]
-        return offset_keys(k_BSHK, self.spec.key_offset, before)
 
     def _summed_values(self, own_BSHK: Tensor, sources: dict[str, Tensor], columns: Mapping[str, Columns]) -> Tensor:
         """(B, S, H, K) in the dtype of the layer's own values: what the recipe sums up, in place of those alone."""

@@ -21,10 +21,14 @@ _SLOW_TURNS, _FAST_TURNS = 1, 32
 _SCALE_GROWTH = 0.2  # of the softmax scale; YaRN has 0.1
 
 
+def turning_pairs(spec: RotarySpec, head_dim: int) -> int:
+    """How many of a head's pairs turn: the first ones."""
+    return round(head_dim // 2 * spec.fraction)
+
+
 def frequencies(spec: RotarySpec, head_dim: int) -> Tensor:
     """Angle per position of each of a head's pairs, (head_dim / 2,) float64, in radians."""
-    pairs = head_dim // 2
-    turning = round(pairs * spec.fraction)
+    pairs, turning = head_dim // 2, turning_pairs(spec, head_dim)
     # Half-truncated rotary spreads the frequencies that are left over the whole range, both ends included.
     steps = pairs if spec.fraction == 1 else max(1, turning - 1)
     pair = torch.arange(pairs, dtype=torch.float64, device="cpu")
@@ -63,6 +67,7 @@ class Rotary(nn.Module):
     def __init__(self, spec: RotarySpec, head_dim: int, seq_len: int, places: int = 1) -> None:
         super().__init__()
         self.spec, self.head_dim, self.places = spec, head_dim, places
+        self.turning = turning_pairs(spec, head_dim)
         self._windows: tuple[int, ...] = ()
         device = torch.empty(0).device  # honours `with torch.device("meta")`
         for name in ("cos_SP", "sin_SP"):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from nanosprint.kernels import has_triton
 from nanosprint.ops.qk_norm_rotary import qk_norm_rotary
 from nanosprint.ops.rotary import rotate
 
@@ -198,3 +199,103 @@ def test_compiles_as_one_graph():
     compiled = torch.compile(both, fullgraph=True, backend="aot_eager")
     for got, want in zip(*(torch.autograd.grad(f(x, qkv), (x, qkv)) for f in (compiled, both)), strict=True):
         torch.testing.assert_close(got, want)
+
+
+# tokens, heads, head size, tables side by side, pairs that turn, neighbours, key offset
+KERNEL_CASES = [
+    (37, 6, 16, 2, 4, True, ()),
+    (9, 3, 32, 1, 16, False, ()),
+    (33, 2, 16, 1, 8, True, ((4, 9), (12, 16))),
+    (5, 2, 32, 2, 8, True, ((16, 32),)),
+    (8, 1, 16, 1, 4, False, ((2, 7),)),
+    (1, 2, 16, 1, 8, True, ((8, 16),)),
+]
+
+
+def kernel_case(S, H, K, together, turning, device="cpu"):
+    cos, sin = angles(S, together * K // 2)
+    still = torch.arange(together * K // 2) % (K // 2) >= turning
+    cos[:, still], sin[:, still] = 1.0, 0.0
+    return torch.randn(3, S, 3 * H * K, dtype=torch.float64, device=device), cos.to(device), sin.to(device)
+
+
+def textbook(qkv, H, cos, sin, neighbouring, key_offset):
+    """Head by head, and the key offset dimension by dimension."""
+    K = qkv.size(-1) // (3 * H)
+    q, k, v = qkv.unflatten(-1, (3, H, K)).unbind(2)
+    turn, together, out = neighbours if neighbouring else formula, 2 * cos.size(-1) // K, []
+    for t in (q, k):
+        normed = t / (t * t).mean(-1, keepdim=True).add(EPS).sqrt()
+        parts = [slice(h % together * K // 2, (h % together + 1) * K // 2) for h in range(H)]
+        turned = [turn(normed[:, :, h : h + 1], cos[:, part], sin[:, part]) for h, part in enumerate(parts)]
+        out.append(torch.cat(turned, 2))
+    late = [any(start <= d < stop for start, stop in key_offset) for d in range(K)]
+    columns = [torch.cat((c[:, :1], c[:, :-1]), 1) if late[d] else c for d, c in enumerate(out[1].unbind(-1))]
+    return out[0], torch.stack(columns, -1), v
+
+
+@pytest.mark.parametrize("case", KERNEL_CASES)
+def test_plain_form_with_key_offset(case):
+    S, H, K, together, turning, neighbouring, key_offset = case
+    qkv, cos, sin = kernel_case(S, H, K, together, turning)
+    pairs = "neighbours" if neighbouring else "halves"
+    got = qk_norm_rotary(qkv, H, cos, sin, EPS, qkv.dtype, pairs, key_offset=key_offset, turning=turning)
+    for a, b in zip(got, textbook(qkv, H, cos, sin, neighbouring, key_offset), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "case", [*KERNEL_CASES, (1000, 6, 128, 2, 32, True, ((64, 128),)), (77, 12, 64, 1, 32, False, ())]
+)
+def test_kernel_on_a_gpu(case, dtype):
+    if not (torch.cuda.is_available() and has_triton()):
+        pytest.skip("needs a CUDA device and Triton")
+    S, H, K, together, turning, neighbouring, key_offset = case
+    wide, cos, sin = kernel_case(S, H, K, together, turning, "cuda")
+    qkv = wide.to(dtype).requires_grad_()
+    exact = qkv.detach().double().requires_grad_()
+    weights = [torch.randn(3, S, H, K, dtype=torch.float64, device="cuda") for _ in range(3)]
+    pairs = "neighbours" if neighbouring else "halves"
+    options = {"key_offset": key_offset, "turning": turning}
+
+    def fused(t):
+        return qk_norm_rotary(t, H, cos.float(), sin.float(), EPS, dtype, pairs, **options)
+
+    want = textbook(exact, H, cos, sin, neighbouring, key_offset)
+    (grad_want,) = torch.autograd.grad(sum((a * w).sum() for a, w in zip(want, weights, strict=True)), exact)
+    tolerance = 1e-5 if dtype == torch.float32 else 4e-3
+    for function in (fused, torch.compile(fused, fullgraph=True)):
+        got = function(qkv)
+        (grad,) = torch.autograd.grad(sum((a * w.to(dtype)).sum() for a, w in zip(got, weights, strict=True)), qkv)
+        for a, b in zip((*got, grad), (*want, grad_want), strict=True):
+            assert (a.double() - b).norm() <= tolerance * b.norm()
+
+
+def test_kernel_logic_in_the_interpreter(run_interpreted):
+    run_interpreted(__file__)
+
+
+def interpreted():
+    from nanosprint.kernels import qk_norm_rotary as kernels
+
+    kernels.QK_NORM_ROTARY = (16, 4)
+    for S, H, K, together, turning, neighbouring, key_offset in KERNEL_CASES:
+        qkv, cos, sin = kernel_case(S, H, K, together, turning)
+        qkv.requires_grad_()
+        want = textbook(qkv, H, cos, sin, neighbouring, key_offset)
+        options = {"turning": turning, "eps": EPS, "neighbours": neighbouring, "key_offset": key_offset}
+        tables = cos.float(), sin.float()
+        out = tuple(torch.full((3, S, H, K), 7.0) for _ in range(3))
+        kernels.forward(qkv.detach().float(), *tables, out, **options)
+        grads = tuple(torch.randn(3, S, H, K) for _ in range(3))
+        (grad_want,) = torch.autograd.grad(want, qkv, [g.double() for g in grads])
+        grad = torch.full(qkv.shape, 7.0)
+        kernels.backward(grads, qkv.detach().float(), *tables, grad, **options)
+        for a, b in zip((*out, grad), (*want, grad_want), strict=True):
+            torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-5)
+
+
+if __name__ == "__main__":
+    interpreted()

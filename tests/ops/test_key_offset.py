@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nanosprint.model.techniques.key_offset import offset_keys
+from nanosprint.ops.key_offset import offset_keys
 
 
 @pytest.mark.parametrize("ranges", [((4, 8),), ((2, 4), (6, 8)), ((0, 8),), ()])
