@@ -92,8 +92,9 @@ def loss_rows(logits, targets, sweep):
         labels = labels_of(targets, num_labels)
         for out in (torch.empty_like(logits, dtype=fp8.E5M2), logits):
             floor = 1e3 * (2 * logits.nbytes + out.nbytes) / rate
-            for tile in TILES if sweep else [kernels.SOFTCAP_XENT]:
-                kernels.SOFTCAP_XENT = tile
+            size = out.element_size()
+            for tile in TILES if sweep else [kernels.SOFTCAP_XENT[size]]:
+                kernels.SOFTCAP_XENT[size] = tile
                 work = functools.partial(loss_and_grad, logits, labels, curve_of(cap), out, inverse=600.0)
                 ms, low, high = time_ms(work, "cuda", 15)
                 what = f"loss, {name}, {'e5m2' if out is not logits else 'bf16'}, tile {tile}"

@@ -121,7 +121,7 @@ def softcap_xent(
     rows, columns = logits.shape
     if not rows:
         return
-    block, warps = SOFTCAP_XENT
+    block, warps = SOFTCAP_XENT[grad.element_size()]
     amplitude, slope, offset = (1.0, 1.0, 0.0) if curve is None else curve
     fp8 = grad.element_size() == 1
     with torch.cuda.device_of(logits):

@@ -45,12 +45,12 @@ def qk_norm_rotary(
 
     qkv: (B, S, 3 H K), any float dtype and strides: queries, keys and values one after the other. cos, sin: (S, K/2),
     without gradient; see `rotate`. Tables n times as wide turn n heads side by side by angles of their own, which only
-    neighbours as pairs allow, and n must divide H. `dtype` is that of norm and rotation, on a CPU widened to fp32 at
-    least; the GPU's kernel is in fp32 always. key_offset: ranges of dimensions of a key that come from the token before,
-    see `offset_keys`. turning: the pairs of a head from this number on have angles of zero, which the tables say as
-    well; None: nobody knows. Memory of the results is ordered (B, H, S, K) on a CPU outside torch.compile, where the gradient can be taken
-    once only. Raises ValueError for sizes that do not fit. Sources: Henry et al. 2020, arXiv:2010.04245; see
-    `rms_norm`, `rotate`.
+    neighbours as pairs allow, and n must divide H. `dtype` is that of norm and rotation: on a CPU widened to fp32 at
+    least, in the GPU's kernel fp32 always. key_offset: ranges of dimensions of a key that come from the token before;
+    see `offset_keys`. turning: the pairs of a head from this number on have angles of zero, as the tables say, too;
+    None: nobody knows. Memory of the results is ordered (B, H, S, K) on a CPU outside torch.compile, where the gradient
+    can be taken once only. Raises ValueError for sizes that do not fit. Sources: Henry et al. 2020, arXiv:2010.04245;
+    see `rms_norm`, `rotate`, `offset_keys`.
     """
     B, S, E = qkv_BSE.shape
     K = E // (3 * num_heads)
