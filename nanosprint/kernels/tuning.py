@@ -31,8 +31,8 @@ _HOPPER_SMALL = Tile(64, 64, 128, 3, 4)  # 128 x 128 leaves most multiprocessors
 _DEFAULT = Tile(64, 64, 32, 3, 4)  # fits every card since Ampere
 
 QUANTIZE = (128, 128, 4)  # rows, columns, warps of a tile: 3.65 TB/s on 49,152 x 50,304, both layouts written
-# Columns at a time and warps of a row, by bytes of the gradient's dtype. E5M2: 2.99 ms against 3.45 with 16 warps, plain
-# loss, 49,152 x 50,304; bf16: 3.61 against 3.71 with 8 (`bench_fp8`).
+# Columns at a time, warps of a row, by bytes of the gradient's dtype. E5M2: 2.99 ms against 3.45 with 16 warps (plain
+# loss, 49,152 x 50,304), bf16: 3.61 against 3.71 with 8 (`bench_fp8`).
 SOFTCAP_XENT = {1: (4096, 8), 2: (4096, 16), 4: (4096, 16)}
 QK_NORM_ROTARY = (32, 4)  # tokens, warps of a program for one head: not measured yet
 

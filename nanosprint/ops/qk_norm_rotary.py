@@ -52,7 +52,7 @@ def qk_norm_rotary(
     can be taken once only. Raises ValueError for sizes that do not fit. Sources: Henry et al. 2020, arXiv:2010.04245;
     see `rms_norm`, `rotate`, `offset_keys`.
     """
-    B, S, E = qkv_BSE.shape
+    S, E = qkv_BSE.shape[1:]
     K = E // (3 * num_heads)
     together = 2 * cos_SP.size(-1) // max(1, K)  # heads that one row of the tables turns
     fits = 3 * num_heads * K == E and cos_SP.shape == sin_SP.shape == (S, together * K // 2)
