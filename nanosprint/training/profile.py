@@ -156,8 +156,9 @@ def kernels_of(events: Any, on_gpu: bool, steps: int) -> list[Kernel]:
     for event in events:
         if on_gpu and event.device_type != torch.autograd.DeviceType.CUDA:
             continue  # the launching operators: their time is that of the kernels
-        if event.is_user_annotation or event.key.startswith("ProfilerStep"):
-            continue  # a span that somebody named: the kernels in it are counted already
+        # A span that somebody named: what is in it is counted already. Older torch does not mark them.
+        if getattr(event, "is_user_annotation", False) or event.key.startswith("ProfilerStep"):
+            continue
         ms = (event.self_device_time_total if on_gpu else event.self_cpu_time_total) / 1000 / steps
         if ms > 0:
             kernels.append(Kernel(event.key, ms, event.count / steps))
