@@ -32,6 +32,20 @@ def time_ms(work: Callable[[], Any], *, repeats: int = 20, warm_up: int = 3) -> 
     return {"median_ms": statistics.median(times), "p20_ms": cuts[0], "p80_ms": cuts[-1]}
 
 
+def mark(device: torch.device) -> Any:
+    """A moment on the device's time line: an event on CUDA, which waits for nothing, elsewhere the host's time."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def elapsed_ms(start: Any, stop: Any) -> float:
+    """Milliseconds between two marks that the device has passed."""
+    return float(start.elapsed_time(stop)) if isinstance(start, torch.cuda.Event) else 1000 * (stop - start)
+
+
 def write_rows(rows: list[dict[str, Any]], out: Path | None) -> None:
     """Append rows to a JSON-lines file, each with versions, devices and commit."""
     if out is None:

@@ -1,6 +1,7 @@
 """From the loader's batches to what the model is called with."""
 
 from collections.abc import Iterable, Iterator
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from nanosprint.data.loader import Batch
 from nanosprint.model.context import Context, LossTensors
 from nanosprint.model.gpt import GPT
 from nanosprint.ops.attention import Documents
+from nanosprint.ops.attention_backends.select import LONGEST, sample_lengths
 
 
 class ModelInput(NamedTuple):
@@ -102,21 +104,44 @@ def _on_device(values: Tensor, device: torch.device) -> Tensor:
 
 
 def random_input(
-    recipe: Recipe, plan: StepPlan, rows: int, device: torch.device, attn_scale: float | None = None, parts: int = 1
+    recipe: Recipe,
+    plan: StepPlan,
+    rows: int,
+    device: torch.device,
+    attn_scale: float | None = None,
+    parts: int = 1,
+    seed: int = 0,
 ) -> ModelInput:
-    """Random tokens in the shapes of a micro-batch of `rows` rows of `plan`, or one of its parts, always the same."""
-    generator = torch.Generator().manual_seed(0)  # its own, so that the run's random state is not touched
+    """Random tokens in the shapes of a micro-batch of `rows` rows of `plan`, or one of its parts; the same each time.
+
+    Documents, where the recipe has them, are of web-like lengths, cut at the plan's `max_document`.
+    """
+    generator = torch.Generator().manual_seed(seed)  # its own, so that the run's random state is not touched
     model, data, seq_len = recipe.model, recipe.data, plan.seq_len
     tokens = torch.randint(model.vocab_size, (rows, model.history + seq_len + 1), generator=generator)
     targets = tokens[:, model.history + 1 :].contiguous()
     documents = None
     if model.document_start is not None:
         ends = torch.empty(slots(rows, seq_len, data.mean_document, data.spare_documents), dtype=torch.int32)
-        every = max(data.mean_document, 2)
         tokens[tokens == model.document_start] = (model.document_start + 1) % model.vocab_size
-        tokens[:, model.history :: every] = model.document_start
-        own = tokens[:, model.history : -1].numpy()
-        longest = document_ends(own, model.document_start, ends.numpy())
+        own = tokens[:, model.history : -1]
+        own[_document_starts(recipe, plan, rows, seed)] = model.document_start
+        longest = document_ends(own.numpy(), model.document_start, ends.numpy())
         documents = DocumentEnds(ends.to(device), longest)
     batch = Batch(tokens[:, :-1].to(device, torch.int32), targets.to(device), documents)
     return next(model_inputs([batch], plan, attn_scale, parts))
+
+
+def _document_starts(recipe: Recipe, plan: StepPlan, rows: int, seed: int) -> Tensor:
+    """(rows, seq_len) bool: the places at which made-up documents start.
+
+    None but a row's last is shorter than `data.mean_document`, so that the room made for their ends suffices.
+    """
+    shortest = recipe.data.mean_document
+    most = max(LONGEST, shortest)
+    longest = min(plan.seq_len, plan.max_document or most, most)
+    lengths = sample_lengths(rows, plan.seq_len, longest, shortest=shortest, seed=seed)
+    starts = torch.zeros(rows, plan.seq_len, dtype=torch.bool)
+    for row, own in zip(starts, lengths, strict=True):
+        row[torch.tensor([0, *accumulate(own[:-1])])] = True
+    return starts

@@ -2,6 +2,7 @@
 
 import json
 import math
+import statistics
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -98,6 +99,38 @@ def test_random_input_has_the_plans_shape(recipe):
         found = random_input(recipe, recipe.plan(step), 2, CPU)
         assert found.tokens.shape == found.targets.shape == (2, recipe.plan(step).batch_tokens // 4)
         assert len(found.context.loss.tokens) == len(recipe.plan(step).loss.tokens)
+
+
+def test_random_documents_are_like_those_of_the_web():
+    """In the record's first stage: cut at 896 tokens, median 424, different in every row and for every seed."""
+    recipe = load_recipe("record")
+    plan = recipe.plan(0)
+    found = random_input(recipe, plan, 4, CPU)
+    documents = found.context.documents
+    check_documents(documents, 4, plan.seq_len)
+    lengths = documents.cu_seqlens.diff()
+    assert documents.cu_seqlens.shape == (4 * (16_384 // 128 + 1) + 1,)  # what the loader makes room for
+    assert int(lengths.max()) == documents.max_seq_len == plan.max_document == 896
+    lengths = lengths[lengths > 0].tolist()
+    assert 380 < statistics.median(lengths) < 470
+    assert 110 < len(lengths) < 190
+    first, second = lengths[:10], lengths[-10:]
+    assert len(set(first)) > 5
+    assert first != second
+    again, other = (random_input(recipe, plan, 4, CPU, seed=seed) for seed in (0, 1))
+    assert torch.equal(again.context.documents.cu_seqlens, documents.cu_seqlens)
+    assert not torch.equal(other.context.documents.cu_seqlens, documents.cu_seqlens)
+    assert not torch.equal(other.tokens, found.tokens)
+
+
+@pytest.mark.parametrize("mean", [1, 8, 600, 4096])
+def test_random_documents_fit_the_room_that_a_recipe_makes(mean):
+    words = {"model.document_start": 256, "data.mean_document": mean, "model.seq_len": 5000, "eval.seq_len": 5000}
+    recipe = load_recipe("tiny", {**words, "train.batch_tokens": 40_000})
+    assert recipe.plan(0).max_document is None
+    documents = random_input(recipe, recipe.plan(0), 2, CPU).context.documents
+    check_documents(documents, 2, 5000)
+    assert documents.max_seq_len <= max(2048, mean)
 
 
 def test_a_graph_for_every_stage_and_for_no_more(recipe):

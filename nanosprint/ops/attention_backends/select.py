@@ -5,6 +5,7 @@ import math
 import random
 import statistics
 import time
+from itertools import chain
 
 import torch
 
@@ -22,6 +23,7 @@ ORDER = ("fa3", "fa4", "cudnn", "fa2", "flash")
 FALLBACKS = ("sdpa",)
 FALLBACKS_MASKED = ("flex", "sdpa")
 BUDGET_S = 3.0
+LONGEST = 2048  # tokens of a document that is made up, where nothing else cuts it
 _REPEATS = 5
 
 
@@ -101,17 +103,27 @@ def _try(
 
 
 def sample_documents(rows: int, seq_len: int, max_seq_len: int | None, device: torch.device) -> Documents:
-    """Documents of web-like lengths (log-normal, median 424, mean 570), cut at `max_seq_len` and at row ends."""
-    longest = min(seq_len, max_seq_len or 2048)
-    draw, lengths = random.Random(0), []
-    for _ in range(rows):
-        left = seq_len
-        while left:
-            length = min(left, longest, max(1, round(draw.lognormvariate(math.log(424), 0.77))))
-            lengths.append(length)
-            left -= length
+    """Documents of web-like lengths, cut at `max_seq_len` and at row ends."""
+    longest = min(seq_len, max_seq_len or LONGEST)
+    lengths = list(chain.from_iterable(sample_lengths(rows, seq_len, longest)))
     slots = max(64, -(-(len(lengths) + 1) // 64) * 64)
     return pack_documents(lengths, slots=slots, max_seq_len=longest, device=device)
+
+
+def sample_lengths(rows: int, seq_len: int, longest: int, *, shortest: int = 1, seed: int = 0) -> list[list[int]]:
+    """Web-like lengths of the documents in each row (log-normal, median 424, mean 570), between the two bounds.
+
+    A row's last document is cut at the row's end, and may so be shorter. The same lengths for the same arguments.
+    """
+    draw, lengths = random.Random(seed), []
+    for _ in range(rows):
+        left, row = seq_len, []
+        while left:
+            length = round(draw.lognormvariate(math.log(424), 0.77))
+            row.append(min(left, longest, max(shortest, length)))
+            left -= row[-1]
+        lengths.append(row)
+    return lengths
 
 
 def time_ms(
