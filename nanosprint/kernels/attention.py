@@ -32,14 +32,51 @@ _LOG2E = 1 / math.log(2)
 
 
 @triton.jit
-def _document(CU, entries, bits, token):
-    """Index of the last entry of CU that is at most `token`: its document, of several that start there the last."""
-    own = tl.zeros_like(token)
+def _bisect(CU, entries, own, step, token):
+    there = own + step
+    start = tl.load(CU + there, mask=there < entries, other=2147483647)
+    return tl.where(start <= token, there, own)
+
+
+@triton.jit
+def _documents(CU, entries, bits, tokens, low, high):
+    """Index of the last entry of CU that is at most each of `tokens`, `low` and `high`: its document.
+
+    Of several that start at one token, all but one empty, it is the last. A program needs this of its tokens and, as
+    scalars, of the first and the last of them: loops whose bounds come out of a reduction are not pipelined (seen in
+    Triton 3.9). The three searches wait for memory together.
+    """
+    own, own_low, own_high = tokens * 0, low * 0, high * 0
     for i in range(bits):
-        there = own + (1 << (bits - 1 - i))
-        start = tl.load(CU + there, mask=there < entries, other=2147483647)
-        own = tl.where(start <= token, there, own)
-    return own
+        step = 1 << (bits - 1 - i)
+        own = _bisect(CU, entries, own, step, tokens)
+        own_low = _bisect(CU, entries, own_low, step, low)
+        own_high = _bisect(CU, entries, own_high, step, high)
+    return own, own_low, own_high
+
+
+@triton.jit
+def _first_keys(CU, entries, bits, window, start, T, ROWS: tl.constexpr):
+    """First key that each of ROWS queries from `start` on sees, and of the first and the last of them as scalars."""
+    tokens = tl.minimum(start + tl.arange(0, ROWS), T - 1)
+    high = tl.minimum(start + ROWS - 1, T - 1)
+    own, own_low, own_high = _documents(CU, entries, bits, tokens, start, high)
+    first = tl.maximum(tl.load(CU + own), tokens - window)
+    lowest = tl.maximum(tl.load(CU + own_low), start - window)
+    highest = tl.maximum(tl.load(CU + own_high), high - window)
+    return first, lowest, highest
+
+
+@triton.jit
+def _last_queries(CU, entries, bits, window, start, T, ROWS: tl.constexpr):
+    """Last query that sees each of ROWS keys from `start` on, and of the first and the last of them as scalars."""
+    tokens = tl.minimum(start + tl.arange(0, ROWS), T - 1)
+    high = tl.minimum(start + ROWS - 1, T - 1)
+    own, own_low, own_high = _documents(CU, entries, bits, tokens, start, high)
+    last = tl.minimum(tl.load(CU + own + 1) - 1, tokens + window)
+    earliest = tl.minimum(tl.load(CU + own_low + 1) - 1, start + window)
+    latest = tl.minimum(tl.load(CU + own_high + 1) - 1, high + window)
+    return last, earliest, latest
 
 
 @triton.jit
@@ -86,9 +123,7 @@ def _attention_forward_kernel(
     start = tl.program_id(0) // H * QUERIES
     column = head * HEAD
     rows = start + tl.arange(0, QUERIES)
-    token = tl.minimum(rows, T - 1)
-    first = tl.maximum(tl.load(CU + _document(CU, entries, bits, token)), token - window)
-    lowest, highest = tl.min(first), tl.max(first)
+    first, lowest, highest = _first_keys(CU, entries, bits, window, start, T, QUERIES)
 
     q = _rows(Q, start, column, q_row, T - 1, QUERIES, HEAD, DESCRIPTORS)
     total = tl.zeros((QUERIES, HEAD), tl.float32)
@@ -124,16 +159,14 @@ def _attention_gradient_q_kernel(
     start = tl.program_id(0) // H * QUERIES
     column = head * HEAD
     rows = start + tl.arange(0, QUERIES)
-    token = tl.minimum(rows, T - 1)
-    first = tl.maximum(tl.load(CU + _document(CU, entries, bits, token)), token - window)
-    lowest, highest = tl.min(first), tl.max(first)
+    first, lowest, highest = _first_keys(CU, entries, bits, window, start, T, QUERIES)
 
     q = _rows(Q, start, column, q_row, T - 1, QUERIES, HEAD, DESCRIPTORS)
     g = _rows(G, start, column, g_row, T - 1, QUERIES, HEAD, DESCRIPTORS)
     out = _rows(OUT, start, column, out_row, T - 1, QUERIES, HEAD, DESCRIPTORS)
     delta = tl.sum(g.to(tl.float32) * out.to(tl.float32), 1)
     tl.store(DELTA + head.to(tl.int64) * T + rows, delta, mask=rows < T)
-    lse2 = tl.load(LSE + head.to(tl.int64) * T + token) * 1.4426950408889634
+    lse2 = tl.load(LSE + head.to(tl.int64) * T + tl.minimum(rows, T - 1)) * 1.4426950408889634
     total = tl.zeros((QUERIES, HEAD), tl.float32)
     for n in tl.range(lowest, tl.minimum(start + QUERIES, T), KEYS):
         k = _rows(K, n, column, k_row, T - 1, KEYS, HEAD, DESCRIPTORS)
@@ -161,10 +194,7 @@ def _attention_gradient_kv_kernel(
     LSE += head.to(tl.int64) * T
     DELTA += head.to(tl.int64) * T
     keys = start + tl.arange(0, KEYS)
-    token = tl.minimum(keys, T - 1)
-    end = tl.load(CU + _document(CU, entries, bits, token) + 1)
-    last = tl.minimum(end - 1, token + window)
-    earliest, latest = tl.min(last), tl.max(last)
+    last, earliest, latest = _last_queries(CU, entries, bits, window, start, T, KEYS)
 
     k = _rows(K, start, column, k_row, T - 1, KEYS, HEAD, DESCRIPTORS)
     v = _rows(V, start, column, v_row, T - 1, KEYS, HEAD, DESCRIPTORS)
@@ -202,7 +232,7 @@ def forward(
     lse = torch.empty((H, T), dtype=torch.float32, device=q.device)
     q, k, v = _readable(q), _readable(k), _readable(v)
     rows, keys = tile.queries, tile.keys
-    _launch(
+    launch(
         _attention_forward_kernel, rows, tile, q,
         _read(q, rows, tile), _read(k, keys, tile), _read(v, keys, tile), out, lse, cu_seqlens,
         q.stride(0), k.stride(0), v.stride(0), out.stride(0), *_numbers(q, cu_seqlens, window), scale * _LOG2E,
@@ -219,7 +249,7 @@ def gradient_q(
     delta = torch.empty_like(lse)
     grad, q, k, v, out = (_readable(t) for t in (grad, q, k, v, out))
     rows, keys = tile.queries, tile.keys
-    _launch(
+    launch(
         _attention_gradient_q_kernel, rows, tile, q,
         _read(grad, rows, tile), _read(q, rows, tile), _read(k, keys, tile), _read(v, keys, tile),
         _read(out, rows, tile), lse, delta, dq, cu_seqlens,
@@ -237,7 +267,7 @@ def gradient_kv(
     dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (k, v))
     grad, q, k, v = (_readable(t) for t in (grad, q, k, v))
     rows, keys = tile.queries, tile.keys
-    _launch(
+    launch(
         _attention_gradient_kv_kernel, keys, tile, q,
         _read(grad, rows, tile), _read(q, rows, tile), _read(k, keys, tile), _read(v, keys, tile),
         lse, delta, dk, dv, cu_seqlens,
@@ -269,16 +299,16 @@ def _numbers(q: Tensor, cu_seqlens: Tensor, window: int) -> tuple[int, int, int,
     return T, H, entries, (entries - 1).bit_length(), T if window < 0 else min(window, T)
 
 
-def _launch(kernel: Any, rows: int, tile: AttentionTile, q: Tensor, *args: Any) -> None:
-    """One program for every head and `rows` tokens."""
+def launch(kernel: Any, rows: int, tile: AttentionTile, q: Tensor, *args: Any) -> Any:
+    """One program for every head and `rows` tokens. Returns the compiled kernel, whose resources a benchmark shows."""
     T, H, K = q.shape
     if not T:
-        return
+        return None
     options: dict[str, Any] = {"num_warps": tile.warps, "num_stages": tile.stages}
     if tile.registers is not None:
         options["maxnreg"] = tile.registers
     with torch.cuda.device_of(q):  # Triton launches on the current device
-        kernel[(triton.cdiv(T, rows) * H,)](
+        return kernel[(triton.cdiv(T, rows) * H,)](
             *args, HEAD=K, QUERIES=tile.queries, KEYS=tile.keys, BRANCH=tile.branch, DESCRIPTORS=tile.descriptors,
             **options,
         )  # fmt: skip

@@ -62,19 +62,19 @@ ATTENTION_FORWARD = (
     AttentionTile(64, 64, 4, 2),
     AttentionTile(64, 64, 4, 3),
     AttentionTile(64, 64, 4, 3, descriptors=True),
-    AttentionTile(128, 64, 4, 2),
+    AttentionTile(64, 32, 4, 3),
     AttentionTile(128, 64, 8, 2, registers=128),
     AttentionTile(128, 64, 8, 3),
+    AttentionTile(128, 64, 8, 3, descriptors=True),
     AttentionTile(128, 128, 8, 2),
-    AttentionTile(128, 128, 8, 2, descriptors=True),
 )
 ATTENTION_GRADIENT_Q = (
     AttentionTile(64, 64, 4, 2),
     AttentionTile(64, 64, 4, 2, branch=False),
     AttentionTile(64, 64, 4, 2, descriptors=True),
     AttentionTile(64, 32, 4, 3),
+    AttentionTile(64, 32, 4, 3, descriptors=True),
     AttentionTile(128, 64, 8, 2),
-    AttentionTile(128, 64, 8, 3),
     AttentionTile(128, 64, 8, 2, descriptors=True),
     AttentionTile(128, 128, 8, 2),
 )
@@ -83,10 +83,10 @@ ATTENTION_GRADIENT_KV = (
     AttentionTile(64, 64, 4, 2, branch=False),
     AttentionTile(64, 64, 4, 2, descriptors=True),
     AttentionTile(32, 64, 4, 3),
+    AttentionTile(32, 128, 8, 3),
     AttentionTile(64, 128, 8, 2),
     AttentionTile(64, 128, 8, 3),
     AttentionTile(64, 128, 8, 2, descriptors=True),
-    AttentionTile(128, 64, 8, 2),
 )
 # 80, 64 and 64 KiB at heads of 128: within the 99 that a program may have on consumer cards since Ampere.
 _ATTENTION_DEFAULT = (AttentionTile(64, 64, 4, 2), AttentionTile(64, 32, 4, 2), AttentionTile(32, 64, 4, 2))

@@ -464,7 +464,9 @@ def test_gpu_operators(name, head_dim):
         torch.library.opcheck(operator, (q, k, v, cu_seqlens, 0.1, *limits), test_utils=utilities)
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=on_gpu) for n in ("sdpa", "flex", "fa2", "fa3", "fa4", "triton")])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=on_gpu) for n in ("sdpa", "flex", "fa2", "fa3", "fa4", "triton")]
+)
 def test_gpu_compiled(name):
     """Inside torch.compile without a graph break, on slices of one projection as the model has them.
 

@@ -27,8 +27,11 @@ TILES = (  # wide or high, with and without branches and descriptors
         tuning.AttentionTile(16, 16, 4, 2, descriptors=True),
         tuning.AttentionTile(32, 16, 4, 2, branch=False, descriptors=True),
     ),
-    (tuning.AttentionTile(32, 32, 4, 2, descriptors=True), tuning.AttentionTile(16, 32, 4, 2, branch=False))
-    + (tuning.AttentionTile(16, 16, 4, 2),),
+    (
+        tuning.AttentionTile(32, 32, 4, 2, descriptors=True),
+        tuning.AttentionTile(16, 32, 4, 2, branch=False),
+        tuning.AttentionTile(16, 16, 4, 2),
+    ),
 )
 on_gpu = [
     pytest.mark.gpu,
@@ -117,16 +120,21 @@ def test_every_tile_fits_its_card():
 
 @pytest.mark.parametrize(("which", "tile"), EVERY_TILE)
 def test_gpu_tiles(which, tile, monkeypatch):
+    from nanosprint.kernels import attention
+
     device = torch.device("cuda")
     tiles = list(tuning.attention_tiles(torch.cuda.get_device_capability()))
     tiles[which] = tile
     monkeypatch.setattr(windowed, "_tiles", lambda device: tuple(tiles))
+    compiled, launch = [], attention.launch
+    monkeypatch.setattr(attention, "launch", lambda *args: compiled.append(launch(*args)))
     packed = pack_documents([1, 130, 0, 1, 7, 194, 1, 0, 0, 700], slots=16, device=device)
     leaves = probe.random_inputs((1, 1034, 3, 128), torch.bfloat16, device)
     for window in (None, 0, 140):
         forward, *gradients = probe.errors(backend("triton"), leaves, 0.12, window, packed)
         assert forward <= 5e-3
         assert max(gradients) <= 1e-2
+    assert "cp.async" in compiled[which].asm["ptx"], "the loop does not load ahead"
 
 
 @pytest.mark.parametrize("head_dim", [pytest.param(k, marks=on_gpu) for k in windowed.HEAD_DIMS])
