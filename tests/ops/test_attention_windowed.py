@@ -15,7 +15,7 @@ from nanosprint.ops.attention_backends.table import TABLE, Needs
 CASES = {  # name: (rows, tokens of a row, lengths of documents or None, windows)
     "lengths of all kinds": (1, 137, [1, 1, 70, 0, 33, 1, 31, 0, 0], (None, 0, 5, 40, 500)),
     "many single tokens": (1, 40, [1] * 40, (None, 3)),
-    "one document of full blocks": (1, 128, [128], (None, 16, 63)),
+    "one document of full blocks": (1, 128, [128], (None, 46, 63)),
     "two rows": (2, 71, [71, 20, 0, 51], (0, 30)),
     "rows without documents": (2, 75, None, (None, 17)),
     "less than a block": (1, 3, [2, 1], (None, 1)),
@@ -75,6 +75,12 @@ def interpreted():
     mixed = torch.randn(1, 40, 2, 3 * 16 + 1)  # heads apart, tokens at odd addresses: copied first
     slices = [mixed[..., 1 + n * 16 : 17 + n * 16].requires_grad_() for n in range(3)]
     assert max(probe.errors(attend, [*slices, torch.randn(1, 40, 2, 16)], 0.4, 9, None)) < 1e-5
+    beyond = torch.full((3, 1, 100, 2, 16), float("nan"))  # which whoever reads past the last token meets
+    beyond[:, :, :40] = torch.randn(3, 1, 40, 2, 16)
+    leaves = [*(t[:, :40].requires_grad_() for t in beyond.unbind()), torch.randn(1, 40, 2, 16)]
+    for tiles in TILES:
+        windowed._tiles = lambda device, tiles=tiles: tiles
+        assert max(probe.errors(attend, leaves, 0.4, 9, None)) < 1e-5
 
 
 def test_what_it_refuses():
@@ -172,7 +178,7 @@ def test_gpu_long_batches(shape):
     tail = [t[:, start:].detach().requires_grad_(i < 3) for i, t in enumerate(leaves)]
     documents = packed._replace(cu_seqlens=(ends - start).clamp_min(0)[(ends >= start).nonzero()[0, 0] :].contiguous())
     for a, b in zip(whole, run(*tail, documents=documents), strict=True):
-        assert probe.relative_error(a[:, start:], b) < 3e-3  # other tiles, other roundings
+        assert probe.relative_error(a[:, start:], b) < 5e-3  # tiles begin elsewhere, so P is rounded otherwise
 
 
 if __name__ == "__main__":
