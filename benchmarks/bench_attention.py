@@ -7,18 +7,27 @@ and compulsory bytes (q, k, v, out; with backward 3 times as many) at the copy b
 shapes and no floor.
 
 On a GPU the calls are captured into a graph, so that launches from Python do not count; "eager" marks what refused
-capture. `--seconds` bounds the whole run: what compiles (flex, fa4) is left out once half of it is over.
+capture. `--seconds` bounds the whole run: what compiles (flex, fa4, triton) is left out once half of it is over.
+
+`--sweep-tiles` times every candidate tile of back end triton's three kernels instead (`kernels/tuning.py`), compiled in
+threads beforehand. Each kernel has its own floor: 4, 6 and 8 H K FLOPs a visible pair, and each of its tensors moved
+once. What does not compile or does not fit says so and is passed over.
 """
 
 import argparse
+import contextlib
 import logging
+import os
 import statistics
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from benchmarks.harness import write_rows
+from nanosprint.kernels import has_triton, tuning
 from nanosprint.ops.attention import available, backend, choose, reference
 from nanosprint.ops.attention_backends.probe import relative_error
 from nanosprint.ops.attention_backends.select import sample_documents
@@ -43,6 +52,20 @@ PACKED = [
 ]
 DENSE = [(64, 1024, 12, 64, None, None)]
 ON_CPU = [(1, 4096, 4, 32, 128, 896), (1, 4096, 4, 32, 640, 2048), (8, 256, 4, 32, None, None)]
+# tokens, heads, head size, window, longest document, heads of a token that are laid one after the other
+SWEEP = [
+    (16_384, 6, 128, 128, 896, 1),
+    (49_152, 6, 128, 640, 2048, 1),
+    (49_152, 6, 128, 1408, 2048, 1),
+    (98_304, 3, 128, 640, 2048, 2),
+    (196_608, 6, 128, 640, 2048, 1),
+]
+# kernel: (its tiles, FLOPs a visible pair and element of a head, tensors moved)
+KERNELS = {
+    "forward": (tuning.ATTENTION_FORWARD, 4, 4),
+    "gradient_q": (tuning.ATTENTION_GRADIENT_Q, 6, 6),
+    "gradient_kv": (tuning.ATTENTION_GRADIENT_KV, 8, 6),
+}
 
 
 def visible_pairs(rows, seq_len, window, documents):
@@ -184,6 +207,113 @@ def run(cases, names, device, dtype, deadline, rows):
                 print(f"  {name:9s} {type(error).__name__}: {str(error).strip().splitlines()[0][:150]}", flush=True)
 
 
+def sweep_inputs(case, device):
+    """What the three kernels take, and the documents. Paired layers have documents of twice the length."""
+    from nanosprint.kernels import attention
+
+    T, H, K, window, longest, places = case
+    documents = sample_documents(1, T // places, longest, device)
+    documents = documents._replace(cu_seqlens=documents.cu_seqlens * places, max_seq_len=longest * places)
+    torch.manual_seed(0)
+    q, k, v, grad = (torch.randn(T, H, K, device=device, dtype=torch.bfloat16) for _ in range(4))
+    shared = (documents.cu_seqlens, window, K**-0.5)
+    default = tuning.attention_tiles(torch.cuda.get_device_capability(device))
+    out, lse = attention.forward(q, k, v, *shared, default[0])
+    dq, delta = attention.gradient_q(grad, q, k, v, out, lse, *shared, default[1])
+    del dq
+    calls = {
+        "forward": partial(attention.forward, q, k, v, *shared),
+        "gradient_q": partial(attention.gradient_q, grad, q, k, v, out, lse, *shared),
+        "gradient_kv": partial(attention.gradient_kv, grad, q, k, v, lse, delta, *shared),
+    }
+    return calls, documents
+
+
+@contextlib.contextmanager
+def compiled_kernels(found):
+    """Within it, `found` gains every compiled kernel that is launched."""
+    from nanosprint.kernels import attention
+
+    original = attention.launch
+
+    def launch(*args):
+        found.append(original(*args))
+
+    attention.launch = launch
+    try:
+        yield
+    finally:
+        attention.launch = original
+
+
+def compile_tiles(device):
+    """What is wrong with each (kernel, tile), or None. In threads; a second time, alone, where that failed."""
+    calls, _ = sweep_inputs((256, 2, 128, 64, 100, 1), device)
+    jobs = [(name, tile) for name, (tiles, *_) in KERNELS.items() for tile in tiles]
+
+    def attempt(job):
+        try:
+            calls[job[0]](job[1])
+            torch.cuda.synchronize(device)
+        except Exception as error:  # a compiler and a driver have many ways to say no
+            return f"{type(error).__name__}: {' '.join(str(error).split())[:150]}"
+        return None
+
+    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
+        wrong = dict(zip(jobs, pool.map(attempt, jobs), strict=True))
+    return {job: attempt(job) if reason else None for job, reason in wrong.items()}
+
+
+def resources(call, tile):
+    """Registers a thread, bytes spilled and shared memory of the compiled kernel; whether it loads ahead."""
+    found = []
+    with compiled_kernels(found):
+        call(tile)
+    (kernel,) = found
+    late = "" if "cp.async" in kernel.asm["ptx"] else " NOT PIPELINED"
+    return f"{kernel.n_regs:3d} regs {kernel.n_spills:3d} spilt {kernel.metadata.shared / 1024:4.0f} KiB{late}"
+
+
+def sweep(device, deadline):
+    """Rows of results: microseconds of every kernel, tile and shape."""
+    begin, rows = time.monotonic(), []
+    wrong = compile_tiles(device)
+    print(f"compiled in {time.monotonic() - begin:.1f} s; microseconds, multiples of the floor", flush=True)
+    for (name, tile), reason in wrong.items():
+        if reason is not None:
+            print(f"  {name} {tile}: {reason}", flush=True)
+    for case in SWEEP:
+        if time.monotonic() > deadline:
+            break
+        calls, documents = sweep_inputs(case, device)
+        rows += sweep_case(case, calls, documents, wrong)
+    return rows
+
+
+def sweep_case(case, calls, documents, wrong):
+    T, H, K, window, longest, places = case
+    pairs, rows, best = visible_pairs(1, T, window, documents), [], []
+    print(f"{T} tokens, {H} heads of {K}, window {window}, {pairs / T:.0f} keys a query", flush=True)
+    for name, (tiles, flops, tensors) in KERNELS.items():
+        floor = 1e6 * max(flops * pairs * H * K / MATRIX_RATE, 2 * tensors * T * H * K / BANDWIDTH)
+        times = {}
+        for tile in tiles:
+            if wrong[name, tile] is None:
+                try:
+                    times[tile] = 1e3 * timer_cuda(partial(calls[name], tile), repeats=8)[0]
+                except Exception as error:
+                    print(f"  {name} {tile}: {type(error).__name__}: {str(error).strip()[:150]}", flush=True)
+        for tile, us in times.items():
+            mark = " <- best" if us == min(times.values()) else ""
+            about = resources(calls[name], tile)
+            print(f"  {name:11s} {tile!s:18s} {us:8.1f} us {us / floor:5.2f} x  {about}{mark}", flush=True)
+            shape = {"tokens": T, "heads": H, "head_dim": K, "window": window, "longest": longest * places}
+            rows.append({"kernel": name, "tile": str(tile), **shape, "us": us, "floor_us": floor})
+        best.append(min(times.values(), default=float("nan")))
+    print(f"  best: forward {best[0]:.1f} us, forward + backward {sum(best):.1f} us", flush=True)
+    return rows
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -191,6 +321,7 @@ def main():
     parser.add_argument(
         "--choose", action="store_true", help="show what exec.attention=auto takes, and how long that is"
     )
+    parser.add_argument("--sweep-tiles", action="store_true", help="time the tiles of back end triton, nothing else")
     parser.add_argument("--shapes", choices=["all", "packed", "dense"], default="all")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start nothing new after that long")
     parser.add_argument("--json", type=Path, help="append the rows here")
@@ -198,6 +329,11 @@ def main():
     device = torch.device(args.device)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     start = time.monotonic()
+    if args.sweep_tiles:
+        if device.type != "cuda" or not has_triton():
+            parser.error("--sweep-tiles wants a CUDA device and Triton")
+        write_rows(sweep(device, start + args.seconds), args.json)
+        return
     names = args.backends.split(",") if args.backends else []
     for name, reason in available(device, dtype, head_dim=128).items():
         if not args.backends and reason is None and name != "reference":

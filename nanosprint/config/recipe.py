@@ -405,7 +405,9 @@ class Execution:
     lanes_per_microbatch: int | Literal["auto"] = "auto"
     parts_per_microbatch: int | Literal["auto"] = "auto"  # that its rows are dealt to; more only where memory is short
     compute: Literal["auto", "bf16", "fp32", "fp64"] = "auto"  # never below the recipe's precision
-    attention: Literal["auto", "sdpa", "batched", "cudnn", "flash", "flex", "fa2", "fa3", "fa4", "reference"] = "auto"
+    attention: Literal[
+        "auto", "sdpa", "batched", "cudnn", "flash", "flex", "fa2", "fa3", "fa4", "triton", "reference"
+    ] = "auto"
     compile: Literal["auto", "off", "default", "max-autotune"] = "auto"
     fp8: Literal["auto", "off"] = "auto"  # "off" does in bf16 what the recipe has in FP8
     threads: int = 0  # CPU threads per process; 0 leaves torch's choice

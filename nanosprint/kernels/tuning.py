@@ -14,6 +14,28 @@ Two blocks of 4 warps on a multiprocessor beat one of 8: the epilogue of one run
 from typing import NamedTuple
 
 
+class AttentionTile(NamedTuple):
+    """A program of an attention kernel keeps one side's tokens and goes over the other's in blocks.
+
+    The forward pass and `gradient_q` keep `queries`, `gradient_kv` keeps `keys`. registers: the most a thread may have
+    (None: what the compiler likes). branch: ask of each block whether it needs a mask. descriptors: blocks are fetched
+    by the copy engine, where there is one.
+    """
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+    registers: int | None = None
+    branch: bool = True
+    descriptors: bool = False
+
+    def __str__(self) -> str:
+        registers = "" if self.registers is None else f" r{self.registers}"
+        flags = ("" if self.branch else " mask") + (" tma" if self.descriptors else "")
+        return f"q{self.queries} k{self.keys} w{self.warps} s{self.stages}{registers}{flags}"
+
+
 class Tile(NamedTuple):
     """A block computes m x n results and reads k of the summed axis at a time, `stages` loads ahead."""
 
@@ -35,6 +57,49 @@ QUANTIZE = (128, 128, 4)  # rows, columns, warps of a tile: 3.65 TB/s on 49,152 
 # loss, 49,152 x 50,304), bf16: 3.61 against 3.71 with 8 (`bench_fp8`).
 SOFTCAP_XENT = {1: (4096, 8), 2: (4096, 16), 4: (4096, 16)}
 QK_NORM_ROTARY = (32, 4)  # tokens, warps of a program for one head: not measured yet
+
+# Attention. The first of each list is taken on Hopper; `bench_attention --sweep-tiles` times them all. Chosen by shared
+# memory and registers, not measured yet. With heads of 128 in bf16 a row of a block is 256 bytes; two programs of 4
+# warps share a multiprocessor if each stays below 113 KiB, and then one's exponentials run under the other's products.
+ATTENTION_FORWARD = (
+    AttentionTile(64, 64, 4, 2),
+    AttentionTile(64, 64, 4, 3),
+    AttentionTile(64, 64, 4, 3, descriptors=True),
+    AttentionTile(64, 32, 4, 3),
+    AttentionTile(128, 64, 8, 2, registers=128),
+    AttentionTile(128, 64, 8, 3),
+    AttentionTile(128, 64, 8, 3, descriptors=True),
+    AttentionTile(128, 128, 8, 2),
+)
+ATTENTION_GRADIENT_Q = (
+    AttentionTile(64, 64, 4, 2),
+    AttentionTile(64, 64, 4, 2, branch=False),
+    AttentionTile(64, 64, 4, 2, descriptors=True),
+    AttentionTile(64, 32, 4, 3),
+    AttentionTile(64, 32, 4, 3, descriptors=True),
+    AttentionTile(128, 64, 8, 2),
+    AttentionTile(128, 64, 8, 2, descriptors=True),
+    AttentionTile(128, 128, 8, 2),
+)
+ATTENTION_GRADIENT_KV = (
+    AttentionTile(64, 64, 4, 2),
+    AttentionTile(64, 64, 4, 2, branch=False),
+    AttentionTile(64, 64, 4, 2, descriptors=True),
+    AttentionTile(32, 64, 4, 3),
+    AttentionTile(32, 128, 8, 3),
+    AttentionTile(64, 128, 8, 2),
+    AttentionTile(64, 128, 8, 3),
+    AttentionTile(64, 128, 8, 2, descriptors=True),
+)
+# 80, 64 and 64 KiB at heads of 128: within the 99 that a program may have on consumer cards since Ampere.
+_ATTENTION_DEFAULT = (AttentionTile(64, 64, 4, 2), AttentionTile(64, 32, 4, 2), AttentionTile(32, 64, 4, 2))
+
+
+def attention_tiles(capability: tuple[int, int]) -> tuple[AttentionTile, AttentionTile, AttentionTile]:
+    """Tiles of the forward pass, of `gradient_q` and of `gradient_kv`."""
+    if capability not in MEASURED:
+        return _ATTENTION_DEFAULT
+    return ATTENTION_FORWARD[0], ATTENTION_GRADIENT_Q[0], ATTENTION_GRADIENT_KV[0]
 
 
 def symmetric_tile(side: int, capability: tuple[int, int]) -> Tile:

@@ -14,6 +14,7 @@ and in whether a compiled graph takes the window as data or is made anew for eac
 | fa2       | NVIDIA, bf16 or fp16 | yes               | PyTorch's variable-length FlashAttention-2 |
 | fa3       | Hopper, bf16 or fp16 | yes               | an installed flash_attn_interface, or the kernels hub |
 | fa4       | Hopper on, bf16/fp16 | yes               | package flash-attn-4 |
+| triton    | GPU, bf16 or fp16    | yes               | kernels of our own, tiles cut from the packed axis |
 | reference | everywhere           | yes               | the formula, slow |
 """
 
@@ -111,10 +112,10 @@ def choose(
     The check compares forward and backward with the reference on odd lengths, single-token and empty documents, window
     0 and a window larger than any document; those that pass are timed for a few milliseconds on `rows` (default: as
     many as make 32,768 tokens) of `seq_len` tokens with `window` (default, where needed: 640) and documents up to
-    `max_seq_len` (default: 2,048). Ranking and failures are logged once. Once 3 s are spent and something
-    works, no further one is tried; sdpa and flex only where nothing else works. On anything but an NVIDIA GPU, and in
-    other dtypes than bf16 and fp16, it is "sdpa" at once. Processes of one run should ask
-    one of them and share the answer, because timings differ.
+    `max_seq_len` (default: 2,048). Ranking and failures are logged once. Once 3 s are spent and something works, no
+    further one is tried; sdpa and flex only where nothing else works, triton only for documents or windows. On anything
+    but an NVIDIA GPU, and in other dtypes than bf16 and fp16, it is "sdpa" at once. Processes of one run should ask one
+    of them and share the answer, because timings differ.
     """
     if device.type != "cuda" or torch.version.hip is not None or dtype not in (torch.bfloat16, torch.float16):
         return "sdpa"

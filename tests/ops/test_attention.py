@@ -375,7 +375,7 @@ def test_bad_inputs(name, change, message):
 def test_dense_kernels_refuse_what_they_lack(name):
     q, k, v = inputs(1, 6, 2, 8)
     for window, documents in ((2, None), (None, pack_documents([2, 4]))):
-        with pytest.raises(ValueError, match=f"{name} has no documents and no window: use fa2"):
+        with pytest.raises(ValueError, match=f"{name} has no documents and no window: use triton"):
             backend(name)(q, k, v, 0.3, window, documents)
 
 
@@ -407,7 +407,7 @@ def test_what_a_cpu_offers():
     assert [name for name, reason in reasons.items() if reason is None] == ["sdpa", "batched", "reference"]
     assert available(CPU, training=False)["flex"] is None
     require("sdpa", CPU, torch.float64, head_dim=64, needs_documents=True, needs_window=True)
-    for name in ("cudnn", "flash", "fa2", "fa3", "fa4", "flex"):
+    for name in ("cudnn", "flash", "fa2", "fa3", "fa4", "flex", "triton"):
         with pytest.raises(ValueError, match=f"exec.attention={name} cannot serve here: it "):
             require(name, CPU, torch.bfloat16, head_dim=64)
 
@@ -450,7 +450,7 @@ def test_gpu_backends(name, documents, window):
     assert max(gradients) <= 1e-2
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=on_gpu) for n in ("fa2", "fa3", "fa4")])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=on_gpu) for n in ("fa2", "fa3", "fa4", "triton")])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_gpu_operators(name, head_dim):
     _, device = on_cuda(name)
@@ -464,7 +464,9 @@ def test_gpu_operators(name, head_dim):
         torch.library.opcheck(operator, (q, k, v, cu_seqlens, 0.1, *limits), test_utils=utilities)
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=on_gpu) for n in ("sdpa", "flex", "fa2", "fa3", "fa4")])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=on_gpu) for n in ("sdpa", "flex", "fa2", "fa3", "fa4", "triton")]
+)
 def test_gpu_compiled(name):
     """Inside torch.compile without a graph break, on slices of one projection as the model has them.
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from test_attention import inputs, kernel, kernel_backward
 
-from nanosprint.ops.attention import backend, choose, pack_documents, reference
+from nanosprint.ops.attention import BACKENDS, backend, choose, pack_documents, reference
 from nanosprint.ops.attention_backends import fa3, library, probe, select
 from nanosprint.ops.attention_backends.table import Backend, Needs
 
@@ -45,7 +45,9 @@ def table(monkeypatch):
 
     monkeypatch.setattr(select, "TABLE", entries)
     monkeypatch.setattr(select, "time_ms", look_up)
-    monkeypatch.setattr(select, "ORDER", ("a", "b", "c"))
+    monkeypatch.setattr(select, "ORDER", ("e",))
+    monkeypatch.setattr(select, "FALLBACKS", ())
+    monkeypatch.setattr(select, "ORDER_MASKED", ("a", "b", "c"))
     monkeypatch.setattr(select, "FALLBACKS_MASKED", ("d",))
     add.entries = entries
     return add
@@ -108,6 +110,20 @@ def test_a_fallback_only_where_nothing_else_works(table, caplog):
     table("c", copy_of_reference(), ms=9.0)
     assert pick() == "c"
     assert "d: not tried, kept for where nothing else works" in caplog.text
+
+
+def test_dense_rows_have_an_order_of_their_own(table):
+    table("a", copy_of_reference(), ms=1.0)
+    table("e", copy_of_reference(), ms=9.0)
+    dense = Needs(device=CPU, dtype=torch.float32, head_dim=16)
+    assert select.fastest(dense, num_heads=2, seq_len=64) == "e"
+
+
+def test_every_order_names_back_ends():
+    masked = {"cudnn", "flash"}  # which know neither documents nor windows
+    assert {*select.ORDER, *select.ORDER_MASKED, *select.FALLBACKS, *select.FALLBACKS_MASKED} <= set(BACKENDS)
+    assert masked.isdisjoint(select.ORDER_MASKED)
+    assert "triton" in select.ORDER_MASKED
 
 
 def test_nothing_works(table):

@@ -1,6 +1,7 @@
 """The ways to compute `nanosprint.ops.attention`, one module each, with what they share.
 
-`contract.py` says what all of them compute, `reference.py` writes it out; `sdpa.py`, `flex.py`, `fa2.py`, `fa3.py` and
-`fa4.py` are fast. `varlen.py` turns a pair of library kernels into a `torch.library` operator, `table.py` says which
-back end can do what, `probe.py` checks one against the reference, `select.py` finds the fastest.
+`contract.py` says what all of them compute, `reference.py` writes it out; `sdpa.py`, `flex.py`, `fa2.py`, `fa3.py`,
+`fa4.py` and `windowed.py` (our own, called "triton") are fast. `varlen.py` turns a pair of kernels into a
+`torch.library` operator, `table.py` says which back end can do what, `probe.py` checks one against the reference,
+`select.py` finds the fastest.
 """

@@ -103,7 +103,8 @@ def _dense_only(name: str, kernel: SDPBackend) -> Attention:
         if q_BSHK.size(1) != k_BSHK.size(1):  # generation from a cache: a few queries, no matter by which kernel
             return sdpa(q_BSHK, k_BSHK, v_BSHK, scale, window, documents)
         if documents is not None or reach(k_BSHK.size(1), window, None) < k_BSHK.size(1) - 1:
-            raise ValueError(f"exec.attention={name} has no documents and no window: use fa2, fa3, fa4, flex or sdpa")
+            others = "triton, fa2, fa3, fa4, flex or sdpa"
+            raise ValueError(f"exec.attention={name} has no documents and no window: use {others}")
         with sdpa_kernel(kernel):
             return sdpa(q_BSHK, k_BSHK, v_BSHK, scale, None)
 

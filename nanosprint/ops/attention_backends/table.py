@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nanosprint.ops.attention_backends import fa2, fa3, fa4, sdpa
+from nanosprint.ops.attention_backends import fa2, fa3, fa4, sdpa, windowed
 from nanosprint.ops.attention_backends.batched import batched
 from nanosprint.ops.attention_backends.contract import Attention
 from nanosprint.ops.attention_backends.reference import reference
@@ -41,13 +41,24 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
+def _half(needs: Needs) -> str | None:
+    if needs.dtype not in (torch.bfloat16, torch.float16):
+        return f"takes bf16 and fp16, not {needs.dtype}: choose another or set exec.compute=bf16"
+    return None
+
+
+def _older_than(capability: tuple[int, int], device: torch.device) -> str | None:
+    if _capability(device) < capability:
+        return f"needs compute capability {capability[0]}.{capability[1]}, this GPU has {_capability(device)}"
+    return None
+
+
 def _half_on_cuda(needs: Needs, capability: tuple[int, int]) -> str | None:
     if needs.device.type != "cuda" or torch.version.hip is not None:
         return f"runs on NVIDIA GPUs only, not on {needs.device.type}"
-    if needs.dtype not in (torch.bfloat16, torch.float16):
-        return f"takes bf16 and fp16, not {needs.dtype}: choose another or set exec.compute=bf16"
-    if _capability(needs.device) < capability:
-        return f"needs compute capability {capability[0]}.{capability[1]}, this GPU has {_capability(needs.device)}"
+    reason = _half(needs) or _older_than(capability, needs.device)
+    if reason is not None:
+        return reason
     if needs.head_dim % 8 or needs.head_dim > 256:
         return f"takes head sizes that are multiples of 8 up to 256, not {needs.head_dim}"
     return None
@@ -55,7 +66,7 @@ def _half_on_cuda(needs: Needs, capability: tuple[int, int]) -> str | None:
 
 def _dense_only(needs: Needs) -> str | None:
     if needs.documents or needs.window:
-        return f"has no {'documents' if needs.documents else 'window'}: use fa2, fa3, fa4, flex or sdpa"
+        return f"has no {'documents' if needs.documents else 'window'}: use triton, fa2, fa3, fa4, flex or sdpa"
     return _half_on_cuda(needs, (8, 0))
 
 
@@ -72,6 +83,13 @@ def _fa3(needs: Needs) -> str | None:
 
 def _fa4(needs: Needs) -> str | None:
     return fa4.missing() or _half_on_cuda(needs, (9, 0))
+
+
+def _triton(needs: Needs) -> str | None:
+    if needs.device.type != "cuda":  # which AMD's GPUs are called, too
+        return f"runs on GPUs only, not on {needs.device.type}"
+    reason = windowed.missing() or _half(needs) or windowed.refuses_heads(needs.head_dim)
+    return reason or (None if torch.version.hip else _older_than((8, 0), needs.device))
 
 
 def _flex(needs: Needs) -> str | None:
@@ -107,5 +125,6 @@ TABLE: dict[str, Backend] = {
     "fa2": Backend(fa2.load, _fa2),
     "fa3": Backend(fa3.load, _fa3),
     "fa4": Backend(fa4.load, _fa4, compiles=True),
+    "triton": Backend(windowed.load, _triton, compiles=True),
     "reference": Backend(lambda: reference, _anything),
 }
