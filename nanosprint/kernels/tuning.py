@@ -32,6 +32,7 @@ _DEFAULT = Tile(64, 64, 32, 3, 4)  # fits every card since Ampere
 
 QUANTIZE = (128, 128, 4)  # rows, columns, warps of a tile: 3.65 TB/s on 49,152 x 50,304, both layouts written
 SOFTCAP_XENT = (4096, 16)  # columns at a time, warps of a row: not measured yet
+EMBEDDING = (64, 256, 1)  # sorted positions, columns and warps of a program: not measured yet
 
 
 def symmetric_tile(side: int, capability: tuple[int, int]) -> Tile:
