@@ -100,6 +100,7 @@ def attention_tiles(capability: tuple[int, int]) -> tuple[AttentionTile, Attenti
     if capability not in MEASURED:
         return _ATTENTION_DEFAULT
     return ATTENTION_FORWARD[0], ATTENTION_GRADIENT_Q[0], ATTENTION_GRADIENT_KV[0]
+EMBEDDING = (64, 256, 1)  # sorted positions, columns and warps of a program: not measured yet
 
 
 def symmetric_tile(side: int, capability: tuple[int, int]) -> Tile:

@@ -1,7 +1,6 @@
 """From token ids to the first residual stream."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanosprint.config.model import ModelConfig
@@ -11,6 +10,7 @@ from nanosprint.model.norm import rms_norm
 from nanosprint.model.roles import Role
 from nanosprint.model.techniques.ngram import NgramEmbedding
 from nanosprint.model.techniques.smear import Smear
+from nanosprint.ops.embedding import Rows, lookup
 
 
 class Embedding(nn.Module):
@@ -40,14 +40,13 @@ class Embedding(nn.Module):
         if self.positions is not None:
             self.positions.normal_(0.0, self.config.init.embed_std, generator=generator)
 
-    def forward(self, tokens: Tensor, dtype: torch.dtype, start: int = 0) -> Tensor:
-        """The stream in `dtype`. `start` is the position of the first token behind the history."""
-        tokens_BS = tokens[:, self.config.history :]
-        x = F.embedding(tokens_BS, self.weight).to(dtype)
+    def forward(self, tokens: Tensor, rows: Rows, dtype: torch.dtype, start: int = 0) -> Tensor:
+        """The stream in `dtype`. `rows` are the tokens behind the history; the first stands at position `start`."""
+        x = lookup(self.weight, rows, dtype)
         if self.smear is not None:
             x = self.smear(x)
         if self.ngrams is not None:
             x = x + self.ngrams(tokens).to(dtype)
         if self.positions is not None:
-            x = x + self.positions[start : start + tokens_BS.size(1)].to(dtype)
+            x = x + self.positions[start : start + x.size(1)].to(dtype)
         return rms_norm(x) if self.config.embed_norm else x

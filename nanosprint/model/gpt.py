@@ -28,6 +28,7 @@ from nanosprint.model.techniques.bigram import BigramTable
 from nanosprint.model.techniques.gate_net import GateNets
 from nanosprint.model.techniques.value_tables import ValueTables
 from nanosprint.ops.attention import Limit, backend
+from nanosprint.ops.embedding import rows_of
 
 
 class GPT(nn.Module):
@@ -91,11 +92,12 @@ class GPT(nn.Module):
     def _sources(self, tokens: Tensor, start: int) -> dict[str, Tensor]:
         """What is known of the tokens before the first layer; the first stands at position `start`."""
         tokens_BS = tokens[:, self.config.history :]
-        sources = {"x0": self.embed(tokens, self.stream_dtype, start)}
+        rows = rows_of(tokens_BS)
+        sources = {"x0": self.embed(tokens, rows, self.stream_dtype, start)}
         if self.bigram is not None:
             sources["bigram"] = self.bigram(tokens_BS, self.stream_dtype)
         if self.value_tables is not None:
-            sources |= self.value_tables(tokens_BS, self.compute_dtype)
+            sources |= self.value_tables(rows, self.compute_dtype)
         return sources
 
     def _evaluate(self, nets: tuple[str, ...], x_BSD: Tensor, columns: dict[str, Columns]) -> None:

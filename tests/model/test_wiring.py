@@ -11,6 +11,7 @@ from nanosprint.config.model import ModelConfig
 from nanosprint.model.context import NO_CONTEXT
 from nanosprint.model.gpt import GPT
 from nanosprint.model.mixing import Mixture
+from nanosprint.ops.embedding import rows_of
 from nanosprint.recipes import load_recipe
 from tests.recipes.test_ladder import small
 
@@ -92,7 +93,7 @@ def test_what_starts_as_nothing():
     """At first MLPs, smear, hashed pairs, x0 and the dense connections add nothing; attention and two constants do."""
     model = record(perturb=False)
     x = c = rms(model.embed.weight[IDS])
-    known = {"x0": x, "c0": x, **model.value_tables(IDS, x.dtype)}
+    known = {"x0": x, "c0": x, **model.value_tables(rows_of(IDS), x.dtype)}
     known["bigram"] = torch.zeros_like(x)
     columns = {}
     for net in ("pre", "post", "mudd"):

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from nanosprint.config.model import BigramSpec
 from nanosprint.model.roles import Role
+from nanosprint.ops.embedding import lookup, rows_of
 
 _OWN, _BEFORE = 36313, 27191
 
@@ -60,7 +61,7 @@ class BigramTable(nn.Module):
             self.signs.copy_(2 * torch.randint(2, self.signs.shape, generator=generator, dtype=torch.int8) - 1)
 
     def forward(self, tokens_BS: Tensor, dtype: torch.dtype) -> Tensor:
-        x = F.embedding(bigram_rows(tokens_BS, self.spec.rows), self.weight).to(dtype)
+        x = lookup(self.weight, rows_of(bigram_rows(tokens_BS, self.spec.rows)), dtype)
         if self.signs is None:
             return x
         return x * F.embedding(sign_rows(tokens_BS, self.spec.signs), self.signs).to(dtype)

@@ -7,15 +7,15 @@ records #14 to #17, gated since #55; the idea follows value residual learning (Z
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanosprint.config.model import ModelConfig
 from nanosprint.model.roles import Role
+from nanosprint.ops.embedding import Rows, lookup_chunks
 
 
 class ValueTables(nn.Module):
-    """Tokens (B, S) -> the sources "table0", "table1", ..., (B, S, D) each."""
+    """Rows of tokens (B, S) -> the sources "table0", "table1", ..., (B, S, D) each."""
 
     ROLES = {"weight": Role("embed.value")}
 
@@ -31,6 +31,6 @@ class ValueTables(nn.Module):
         std = init.embed_std if init.value_table_std is None else init.value_table_std
         self.weight.normal_(0.0, std, generator=generator)
 
-    def forward(self, tokens_BS: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
-        rows = F.embedding(tokens_BS, self.weight).to(dtype).chunk(self.config.value_tables, dim=-1)
-        return {f"table{i}": row for i, row in enumerate(rows)}
+    def forward(self, rows: Rows, dtype: torch.dtype) -> dict[str, Tensor]:
+        tables = lookup_chunks(self.weight, rows, self.config.value_tables, dtype)
+        return {f"table{i}": values for i, values in enumerate(tables)}

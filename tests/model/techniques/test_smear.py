@@ -7,6 +7,7 @@ from nanosprint.model.gpt import GPT
 from nanosprint.model.mixing import NetLayouts
 from nanosprint.model.roles import collect_roles
 from nanosprint.model.techniques.smear import Smear
+from nanosprint.ops.embedding import rows_of
 from nanosprint.recipes import load_recipe
 
 SPEC = SmearSpec(gate=Gate(reads=(Read(source="e", dims=3),), role="smear"), weight=Scalar(init=0.0, role="smear"))
@@ -45,6 +46,6 @@ def test_in_the_model_it_comes_before_the_norm():
     smeared = e.clone()
     smeared[:, 1:] += 0.3 * 0.5 * e[:, :-1]
     expected = smeared / (smeared.square().mean(-1, keepdim=True) + 2**-23).sqrt()
-    torch.testing.assert_close(model.embed(tokens, torch.float64), expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(model.embed(tokens, rows_of(tokens), torch.float64), expected, rtol=1e-6, atol=1e-6)
     names = {role.name for name, role in collect_roles(model).items() if name.startswith("embed.smear")}
     assert names == {"gate.smear", "scalar.smear"}

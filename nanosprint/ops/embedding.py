@@ -1,0 +1,150 @@
+"""Look-ups in tables whose gradient is summed by sorted segments.
+
+    forward    y_n = W[i_n]
+    backward   dW[r] = sum of g_n over all n with i_n = r
+
+The forward pass is plain indexing, which a compiler merges with what follows. The gradient of W is where time goes:
+added up by atomic operations, as compilers do it, words that are everywhere make thousands of additions queue for one
+address, rounded to bf16 each. On a GPU with Triton the rows are visited in the order of their ids instead: summed in
+fp32, rounded once, and the same at every repetition. The sort is cheap beside reading the gradient, and look-ups of
+the same ids share it.
+
+N tokens, D columns. Elsewhere than on such a GPU this is `F.embedding` and its gradient.
+"""
+
+import functools
+import logging
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanosprint.kernels import has_triton
+
+_log = logging.getLogger(__name__)
+_NARROW = (torch.bfloat16, torch.float16, torch.float32)  # tables whose gradient may be summed in fp32
+
+
+class Rows(NamedTuple):
+    """The rows that N tokens look up, and how to visit them in the order of their ids.
+
+    ids: int32 or int64, any shape. order (N,): int64, the tokens' numbers, stably sorted by id. sorted_ids (N,): int32,
+    their ids. The last two are None where no kernel will want them.
+    """
+
+    ids: Tensor
+    order: Tensor | None = None
+    sorted_ids: Tensor | None = None
+
+
+def rows_of(ids: Tensor) -> Rows:
+    """The rows to look up, sorted if gradients are on and a kernel sums them. Make it once and use it for many tables.
+
+    Ids must be below 2^31.
+    """
+    if torch.is_grad_enabled() and ids.is_cuda and _has_kernel():
+        return sort_rows(ids)
+    return Rows(ids)
+
+
+def sort_rows(ids: Tensor) -> Rows:
+    """The rows to look up, sorted in any case."""
+    sorted_ids, order = torch.sort(ids.reshape(-1).int(), stable=True)  # 32 bits: half the passes of a radix sort
+    return Rows(ids, order, sorted_ids)
+
+
+def lookup(weight: Tensor, rows: Rows, dtype: torch.dtype | None = None) -> Tensor:
+    """Rows (..., D) of weight (R, D) in `dtype` (that of weight if None), differentiable in weight."""
+    return lookup_chunks(weight, rows, 1, dtype)[0]
+
+
+def lookup_chunks(weight: Tensor, rows: Rows, count: int, dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
+    """The same in `count` parts: (..., D) each of weight (R, count D), whose rows hold a token's parts side by side.
+
+    Each part's gradient is read where it lies: no (N, count D) is put together. It is summed in fp32 and comes out in
+    the dtype of weight. Raises ValueError where the parts would not be equally wide.
+    """
+    if weight.ndim != 2 or weight.size(1) % count:
+        raise ValueError(f"a table of shape {tuple(weight.shape)} has no {count} parts of equal width")
+    dtype = dtype or weight.dtype
+    if rows.order is None or weight.dtype not in _NARROW:
+        return F.embedding(rows.ids, weight).to(dtype).chunk(count, dim=-1)
+    return _Lookup.apply(weight, *rows, count, dtype)
+
+
+class _Lookup(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, weight: Tensor, ids: Tensor, order: Tensor, sorted_ids: Tensor, count: int, dtype: torch.dtype
+    ) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(order, sorted_ids)
+        ctx.count, ctx.size, ctx.dtype = count, weight.size(0), weight.dtype
+        if not torch.compiler.is_compiling():  # compilers fill in zeros, but every part has a gradient there
+            ctx.set_materialize_grads(False)
+        return tuple(F.embedding(ids, part).to(dtype) for part in weight.chunk(count, dim=-1))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        order, sorted_ids = ctx.saved_tensors
+        present = [(k, g.reshape(-1, g.size(-1))) for k, g in enumerate(grads) if g is not None]
+        if not present:
+            return (None,) * 6
+        parts, flat = [k for k, _ in present], [g for _, g in present]
+        grad = _embedding_grad(flat, parts, order, sorted_ids, ctx.size, ctx.count, ctx.dtype)
+        return grad, None, None, None, None, None
+
+
+@torch.library.custom_op("nanosprint::embedding_grad", mutates_args=())
+def _embedding_grad(
+    grads: Sequence[Tensor],
+    parts: Sequence[int],
+    order: Tensor,
+    sorted_ids: Tensor,
+    size: int,
+    count: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Gradient (size, count D) of a table from those (N, D) of some of its parts; zero in the others."""
+    D = grads[0].size(1)
+    table = torch.zeros(size, count * D, dtype=dtype, device=order.device)
+    outs = [table[:, k * D : (k + 1) * D] for k in parts]
+    if order.is_cuda:
+        from nanosprint.kernels.embedding import sum_segments
+
+        sum_segments([g.contiguous() for g in grads], order, sorted_ids, outs)
+    else:
+        _sum_segments(grads, order, sorted_ids, outs)
+    return table
+
+
+@_embedding_grad.register_fake
+def _(
+    grads: Sequence[Tensor],
+    parts: Sequence[int],
+    order: Tensor,
+    sorted_ids: Tensor,
+    size: int,
+    count: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    return torch.empty(size, count * grads[0].size(1), dtype=dtype, device=order.device)
+
+
+def _sum_segments(grads: Sequence[Tensor], order: Tensor, sorted_ids: Tensor, outs: Sequence[Tensor]) -> None:
+    """What the kernel does, in fp32 or wider."""
+    for g, out in zip(grads, outs, strict=True):
+        wide = torch.promote_types(g.dtype, torch.float32)
+        out.copy_(torch.zeros_like(out, dtype=wide).index_add_(0, sorted_ids, g[order].to(wide)))
+
+
+@torch.compiler.assume_constant_result
+def _has_kernel() -> bool:
+    return has_triton() or _without_triton()
+
+
+@functools.cache
+def _without_triton() -> bool:
+    _log.warning("Triton is not installed: gradients of look-ups are summed by torch, in an order of its own")
+    return False
