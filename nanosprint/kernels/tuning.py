@@ -34,6 +34,44 @@ QUANTIZE = (128, 128, 4)  # rows, columns, warps of a tile: 3.65 TB/s on 49,152 
 SOFTCAP_XENT = (4096, 16)  # columns at a time, warps of a row: not measured yet
 
 
+class Band(NamedTuple):
+    """Composed attention: queries and keys of a tile, `stages` loads ahead. Tiles follow each other over the band."""
+
+    queries: int
+    keys: int
+    stages: int
+    warps: int
+
+
+class ComposeBands(NamedTuple):
+    """A band for each kernel of composed attention, by the kernels' names."""
+
+    maps: Band
+    read: Band
+    dmaps: Band
+    dq: Band
+    dk: Band
+    dv: Band
+
+
+COMPOSE_WINDOW = 256  # keys: `maps` and `dmaps` hold a whole band in registers, and beyond this it spills
+# Not timed yet. Compiled for Hopper at 6 heads of 128 and a window of 112, none of these spills more than 40 bytes.
+_COMPOSE_HOPPER = ComposeBands(
+    maps=Band(64, 64, 1, 16),
+    read=Band(64, 64, 2, 4),
+    dmaps=Band(64, 64, 1, 16),
+    dq=Band(64, 64, 2, 4),
+    dk=Band(64, 64, 1, 4),
+    dv=Band(64, 64, 2, 4),
+)
+_COMPOSE_DEFAULT = ComposeBands(*[Band(16, 64, 1, 4)] * 6)  # fits every card since Ampere
+
+
+def compose_bands(capability: tuple[int, int]) -> ComposeBands:
+    """How the kernels of composed attention cut their bands."""
+    return _COMPOSE_HOPPER if capability == (9, 0) else _COMPOSE_DEFAULT
+
+
 def symmetric_tile(side: int, capability: tuple[int, int]) -> Tile:
     """Square tile for a symmetric result of side x side."""
     if capability not in MEASURED:
