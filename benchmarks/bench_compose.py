@@ -30,19 +30,23 @@ from nanosprint.ops.compose import composed_read, composed_read_reference
 TOKENS, HEADS, HEAD_DIM, WINDOW, SCALE = (16_384, 49_152, 196_608), 6, 128, 112, 0.1
 SWEPT = 49_152
 
-# `maps` and `dmaps` keep whole bands: few queries, or many warps to share them.
-_BANDS = [
-    Band(queries, keys, stages, warps)
-    for queries, keys, many in ((16, 128, (4, 8)), (32, 64, (4, 8)), (64, 64, (8, 16)), (64, 128, (16,)))
-    for stages in (1, 2, 3)
-    for warps in many
-]
-_TILES = [
-    Band(queries, keys, stages, warps)
-    for queries, keys, warps in ((64, 64, 4), (64, 64, 8), (128, 64, 8), (64, 128, 8), (64, 32, 4), (32, 64, 4))
-    for stages in (1, 2, 3)
-]
-CANDIDATES = ComposeBands(maps=_BANDS, read=_TILES, dmaps=_BANDS, dq=_TILES, dk=_TILES, dv=_TILES)
+# What Triton 3.6 compiles for Hopper within its shared memory and without heavy spills, at the sizes above. `maps` and
+# `dmaps` keep whole bands: few queries, or many warps to share them.
+_BANDS = [Band(16, 128, stages, warps) for stages in (1, 2, 3) for warps in (4, 8)]
+_BANDS += [Band(32, 64, stages, 8) for stages in (1, 2)]
+_BANDS += [Band(64, 64, stages, warps) for stages in (1, 2, 3) for warps in (8, 16)]
+_BANDS += [Band(64, 128, stages, 16) for stages in (1, 2)]
+_TILES = [Band(64, 64, stages, 4) for stages in (1, 2, 3)]
+_TILES += [Band(*tile, stages, 4) for tile in ((64, 32), (32, 64)) for stages in (1, 2)]
+_WIDE = [Band(*tile, stages, 8) for tile in ((64, 64), (128, 64), (64, 128)) for stages in (1, 2)]
+CANDIDATES = ComposeBands(
+    maps=_BANDS,
+    read=_TILES + _WIDE,
+    dmaps=_BANDS,
+    dq=_TILES + _WIDE[2:4],  # eight warps in front of 64 queries would do everything twice
+    dk=_TILES + _WIDE[4:],
+    dv=_TILES + _WIDE,
+)
 
 
 def inputs(tokens):

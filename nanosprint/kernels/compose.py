@@ -23,7 +23,9 @@ queries and N keys of a tile. Sources: DCMHA, Xiao et al. 2024, arXiv:2405.08553
 dk and dv up by bf16 atomics.
 """
 
-# Triton unrolls loops over tiles, in which tuples grow; to mypy a tuple has one length.
+# Triton unrolls loops over tiles, in which tuples grow: by addition, since 3.6 knows no starred elements, and to mypy a
+# tuple has one length.
+# ruff: noqa: RUF005
 # mypy: disable-error-code="assignment"
 
 import math
@@ -82,7 +84,7 @@ def _maps_kernel(
     token, inside = row * S + t, t < S
     mixed = ()
     for _ in tl.static_range(TILES):
-        mixed = (*mixed, tl.zeros((M, N), tl.float32))
+        mixed = mixed + (tl.zeros((M, N), tl.float32),)
     for h in range(H):
         q = _vectors(Q, tl.program_id(1), m, h, M, K)
         scores, top = (), tl.full((M,), -1e30, tl.float32)
@@ -92,15 +94,15 @@ def _maps_kernel(
             score = tl.dot(q, k.T, input_precision="ieee") * scale2
             score = tl.where(_sees(FIRST, t[:, None], n + tl.arange(0, N)[None, :], S), score, -1e30)
             top = tl.maximum(top, tl.max(score, 1))
-            scores = (*scores, score)
+            scores = scores + (score,)
         exps, total = (), tl.zeros((M,), tl.float32)
         for i in tl.static_range(TILES):
             e = tl.exp2(scores[i] - top[:, None])
             total += tl.sum(e, 1)
-            exps = (*exps, e)
+            exps = exps + (e,)
         weight, added = _of_head(W1, token, h, inside, H) / total, ()
         for i in tl.static_range(TILES):
-            added = (*added, mixed[i] + weight[:, None] * exps[i])
+            added = added + (mixed[i] + weight[:, None] * exps[i],)
         mixed = added
         tl.store(LSE + (row * H + h) * S + t, top + tl.log2(total), mask=inside)
     for i in tl.static_range(TILES):
@@ -146,8 +148,8 @@ def _dmaps_kernel(
     for i in tl.static_range(TILES):
         s = m - LEFT + i * N + tl.arange(0, N)
         place = token[:, None] * PERIOD + (s % PERIOD)[None, :]
-        mixed = (*mixed, tl.load(MAPS + place, mask=_sees(FIRST, t[:, None], s[None, :], S), other=0.0))
-        dmixed = (*dmixed, tl.zeros((M, N), tl.float32))
+        mixed = mixed + (tl.load(MAPS + place, mask=_sees(FIRST, t[:, None], s[None, :], S), other=0.0),)
+        dmixed = dmixed + (tl.zeros((M, N), tl.float32),)
     for h in range(H):
         g = _vectors(G, tl.program_id(1), m, h, M, K)
         w2 = _of_head(W2, token, h, inside, H)
@@ -156,7 +158,7 @@ def _dmaps_kernel(
             v = _vectors(V, tl.program_id(1), m - LEFT + i * N, h, N, K)
             d = tl.dot(g, v.T, input_precision="ieee")
             dw2 += tl.sum(d * mixed[i], 1)
-            added = (*added, dmixed[i] + w2[:, None] * d)
+            added = added + (dmixed[i] + w2[:, None] * d,)
         dmixed = added
         tl.store(DW2 + token * H + h, dw2.to(DW2.dtype.element_ty), mask=inside)
     for i in tl.static_range(TILES):

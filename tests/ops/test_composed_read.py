@@ -199,7 +199,7 @@ def test_operator_on_a_gpu():
 
 @pytest.mark.gpu
 def test_many_tokens_on_a_gpu():
-    """The record's longest batches; the last tokens alone must come out the same."""
+    """Offsets beyond 31 bits: the last tokens alone must come out the same."""
     on_gpu()
     if torch.cuda.mem_get_info()[0] < 30e9:
         pytest.skip("needs 30 GB of GPU memory")
@@ -208,7 +208,7 @@ def test_many_tokens_on_a_gpu():
     w1, w2 = (torch.randn(1, T, 6, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     out = composed_read(q, k, v, w1, w2, 0.1, window)[:, -tail:]
     last = (t[:, -tail - window :] for t in (q, k, v, w1, w2))
-    assert torch.equal(composed_read(*last, 0.1, window)[:, -tail:], out)
+    assert worst(composed_read(*last, 0.1, window)[:, -tail:], out.double()) < 5e-3  # blocks lie elsewhere
 
 
 def test_kernel_logic_in_the_interpreter(run_interpreted):
