@@ -103,6 +103,45 @@ def attention_tiles(capability: tuple[int, int]) -> tuple[AttentionTile, Attenti
 EMBEDDING = (64, 256, 1)  # sorted positions, columns and warps of a program: not measured yet
 
 
+class Band(NamedTuple):
+    """Composed attention: queries and keys of a tile, `stages` loads ahead. Tiles follow each other over the band."""
+
+    queries: int
+    keys: int
+    stages: int
+    warps: int
+
+
+class ComposeBands(NamedTuple):
+    """A band for each kernel of composed attention, by the kernels' names."""
+
+    maps: Band
+    read: Band
+    dmaps: Band
+    dq: Band
+    dk: Band
+    dv: Band
+
+
+COMPOSE_WINDOW = 256  # keys: `maps` and `dmaps` hold a whole band in registers, of which wider ones need too many
+# Not timed yet. For 6 heads of 128 and a window of 112, Triton 3.6 compiles all without spills but dmaps, which spills
+# 120 bytes a thread.
+_COMPOSE_HOPPER = ComposeBands(
+    maps=Band(64, 64, 2, 16),
+    read=Band(64, 64, 2, 4),
+    dmaps=Band(64, 64, 2, 16),
+    dq=Band(64, 64, 2, 4),
+    dk=Band(64, 64, 1, 4),
+    dv=Band(64, 64, 1, 4),
+)
+_COMPOSE_DEFAULT = ComposeBands(*[Band(16, 64, 1, 4)] * 6)  # fits every card since Ampere
+
+
+def compose_bands(capability: tuple[int, int]) -> ComposeBands:
+    """How the kernels of composed attention cut their bands."""
+    return _COMPOSE_HOPPER if capability == (9, 0) else _COMPOSE_DEFAULT
+
+
 def symmetric_tile(side: int, capability: tuple[int, int]) -> Tile:
     """Square tile for a symmetric result of side x side."""
     if capability not in MEASURED:
