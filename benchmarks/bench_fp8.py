@@ -2,9 +2,7 @@
 
 Forward and backward of x (49,152 x 768) times a weight (50,304 x 768), kept in fp32:
 
-    alone       the gradient of the logits is given in bf16
-    ready       the same, the gradient given in E5M2 as a fused loss writes it (FP8 only)
-    with loss   cross-entropy in fp32 behind it, all compiled: the compiler quantises the gradient where it is made
+    compiled    product and cross-entropy in fp32 as the compiler has them (bf16 only)
     fused       product, cross-entropy and gradients in one operator, `ops.head_loss`; in_out: the weight transposed
     record      the same with a cap, three targets and a prefix
 
@@ -30,41 +28,16 @@ from nanosprint.ops.head_loss import Fp8Scales, head_loss
 from nanosprint.ops.softcap_xent import Labels, curve_of, loss_and_grad
 
 DIM, VOCAB = 768, 50_304
-SCALES = {"x_s": 100 / 448, "w_s": 1.6 / 448, "g_s": 0.75 / 448}
+SCALES = Fp8Scales(x=100 / 448, weight=1.6 / 448, gradient=0.75 / 448)
 FP8_RATE = 1500e12  # what cuBLAS reaches on large products of this kind on an H200
 
 
-def bf16_linear(x, weight):
-    return F.linear(x, weight.to(x.dtype))
-
-
-def fp8_linear(x, weight):
-    return fp8.fp8_linear(x, weight, **SCALES)
-
-
-def alone(linear, x, weight, g):
-    """Forward and backward of the product, the gradient given."""
-    return lambda: torch.autograd.grad(linear(x, weight), (x, weight), g)
-
-
-def ready(x, weight, g):
-    """The same on a gradient that is quantised already."""
-    g8 = fp8.quantize(g, SCALES["g_s"], fp8.E5M2)
-    x, weight = x.detach(), weight.detach()
-
-    def work():
-        _, x8_t, w8_t = torch.ops.nanosprint.fp8_linear(x, weight, *SCALES.values(), torch.bfloat16, False)
-        return fp8.fp8_linear_grads(g8, x8_t, w8_t, *SCALES.values())
-
-    return work
-
-
-def with_loss(linear, x, weight, targets):
-    """Forward and backward of product and loss, compiled."""
+def compiled(x, weight, targets):
+    """Forward and backward of product and loss as plain formulas."""
 
     @torch.compile
     def loss(x, weight):
-        return F.cross_entropy(linear(x, weight).float(), targets, reduction="sum")
+        return F.cross_entropy(F.linear(x, weight.to(x.dtype)).float(), targets, reduction="sum")
 
     return lambda: torch.autograd.grad(loss(x, weight), (x, weight))
 
@@ -113,33 +86,28 @@ def main():
     weight = (0.02 * torch.randn(VOCAB, DIM, device="cuda")).requires_grad_()
     g = torch.randn(args.tokens, VOCAB, device="cuda", dtype=torch.bfloat16)
     targets = torch.randint(VOCAB, (args.tokens,), device="cuda")
-    scales = Fp8Scales(*SCALES.values())
     turned = weight.detach().T.contiguous().requires_grad_()
     next_token, record = labels_of(targets, 1), labels_of(targets, 4)
     flops, rate = 3 * 2 * args.tokens * DIM * VOCAB, matmul_rate()
     print(f"{torch.cuda.get_device_name()}: {rate / 1e12:.0f} TFLOP/s bf16 measured; {flops / 1e12:.2f} TFLOP a pass")
     rows, bf16_ms = [], {}
     works = {
-        ("alone", "bf16"): lambda: alone(bf16_linear, x, weight, g),
-        ("alone", "fp8"): lambda: alone(fp8_linear, x, weight, g),
-        ("ready", "fp8"): lambda: ready(x, weight, g),
-        ("with loss", "bf16"): lambda: with_loss(bf16_linear, x, weight, targets),
-        ("with loss", "fp8"): lambda: with_loss(fp8_linear, x, weight, targets),
+        ("compiled", "bf16"): lambda: compiled(x, weight, targets),
         ("fused", "bf16"): lambda: fused(x, weight, next_token),
-        ("fused", "fp8"): lambda: fused(x, weight, next_token, scales=scales),
-        ("fused, in_out", "fp8"): lambda: fused(x, turned, next_token, scales=scales, in_out=True),
+        ("fused", "fp8"): lambda: fused(x, weight, next_token, scales=SCALES),
+        ("fused, in_out", "fp8"): lambda: fused(x, turned, next_token, scales=SCALES, in_out=True),
         ("record, in_out", "bf16"): lambda: fused(x, turned, record, softcap=CAP, in_out=True),
-        ("record, in_out", "fp8"): lambda: fused(x, turned, record, softcap=CAP, scales=scales, in_out=True),
+        ("record, in_out", "fp8"): lambda: fused(x, turned, record, softcap=CAP, scales=SCALES, in_out=True),
     }
     for (name, kind), build in works.items():
         ms, low, high = time_ms(build(), "cuda", 15)
         if kind == "bf16":
             bf16_ms[name] = ms
         floor = 1e3 * flops / (rate if kind == "bf16" else FP8_RATE)
-        same = bf16_ms[{"ready": "alone", "fused, in_out": "fused"}.get(name, name)]
+        same = bf16_ms[{"fused, in_out": "fused"}.get(name, name)]
         print(f"{name:15s} {kind}  {ms:7.3f} ms ({low:.3f} .. {high:.3f})  {flops / ms / 1e9:5.0f} TFLOP/s", end="  ")
         print(f"floor {floor:.2f} ms = {floor / ms:.0%}, {same / ms:.2f} x the same in bf16", end="")
-        print(f", {bf16_ms['with loss'] / ms:.2f} x compiled bf16" if "with loss" in bf16_ms else "")
+        print(f", {bf16_ms['compiled'] / ms:.2f} x compiled bf16")
         rows.append({"name": f"{name}, {kind}", "ms": ms, "p20": low, "p80": high, "flops": flops, "floor_ms": floor})
     write_rows(rows + loss_rows(g, targets, args.sweep), args.json)
 
