@@ -27,7 +27,9 @@ def load_model(run: str | Path, device: str = "cpu") -> tuple[GPT, RunRequest]:
     if saved is None:
         raise UserError(f"{run} has no checkpoint yet: train it with `nanosprint resume {run}`")
     model = GPT(request.recipe.model)
-    model.load_state_dict(saved["model"])
+    found = model.load_state_dict(saved["model"], strict=False)
+    assert not found.missing_keys, found.missing_keys
+    assert all("fp8" in key for key in found.unexpected_keys), found.unexpected_keys  # only training has that state
     return model.to(device=pick_device(device), dtype=torch.float32).eval(), request
 
 

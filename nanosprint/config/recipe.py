@@ -90,11 +90,27 @@ class Fp8MLPSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Fp8ProjectionSpec:
+    """Which products of attention's projections are in FP8 in training; weight gradients never are.
+
+    The input of `qkv` is normed, which bounds it; that of `out` has the scale of the call before, times `headroom`.
+    `gradient` is what a code of 1 stands for, for the loss summed over tokens, whatever the objective divides it by.
+    """
+
+    qkv: bool = True  # queries, keys and values
+    out: bool = True
+    backward: bool = True  # input gradients, too
+    headroom: float = 2.0
+    gradient: float = 2.0**-10  # 56 is clamped, 6e-8 loses bits
+
+
+@dataclass(frozen=True, kw_only=True)
 class Precision:
     """Number formats. "bf16" compute keeps parameters, their gradients and the loss in fp32."""
 
     fp8_head: Fp8HeadSpec | None = None
     fp8_mlp: Fp8MLPSpec | None = None
+    fp8_projections: Fp8ProjectionSpec | None = None
     compute: Literal["bf16", "fp32", "fp64"] = "bf16"
     orthogonalize: Literal["bf16", "fp32", "fp64"] = "bf16"
 
@@ -307,6 +323,13 @@ class Recipe:
                 (f"precision.fp8_head.{name}", getattr(fp8, name), getattr(fp8, name) > 0, "positive")
                 for name in ("x", "weight", "gradient")
             ]
+        projections = self.precision.fp8_projections
+        if projections is not None:
+            key, headroom, gradient = "precision.fp8_projections", projections.headroom, projections.gradient
+            checks += [
+                (f"{key}.headroom", headroom, headroom >= 1, "at least 1"),
+                (f"{key}.gradient", gradient, gradient > 0, "positive"),
+            ]
         return checks
 
     def _schedule_numbers(self) -> list[tuple[str, Any, bool, str]]:
@@ -360,7 +383,7 @@ class Recipe:
 
     def _validate_precision(self) -> None:
         precision, mlps = self.precision, [layer.mlp for layer in self.model.layers if layer.mlp is not None]
-        for name in ("fp8_head", "fp8_mlp"):
+        for name in ("fp8_head", "fp8_mlp", "fp8_projections"):
             if getattr(precision, name) is not None and precision.compute == "fp64":
                 raise ValueError(
                     f"precision.{name} with precision.compute=fp64: a product in eight bits is not in 64; "
@@ -373,10 +396,25 @@ class Recipe:
                     "precision.fp8_mlp is for MLPs of activation relu2 without model.bias: set precision.fp8_mlp=none"
                 )
             sizes += [("mlp.hidden", mlp.hidden) for mlp in mlps]
-        in_fp8 = precision.fp8_head is not None or precision.fp8_mlp is not None
+        self._validate_projections()
+        in_fp8 = any(x is not None for x in (precision.fp8_head, precision.fp8_mlp, precision.fp8_projections))
         for key, size in sizes:
             if in_fp8 and size % 16:
                 raise ValueError(f"{key}={size}: products in FP8 want sizes that are multiples of 16")
+
+    def _validate_projections(self) -> None:
+        spec = self.precision.fp8_projections
+        if spec is None:
+            return
+        if self.model.norm != "rms" or self.model.bias:
+            raise ValueError(
+                "precision.fp8_projections is for model.norm=rms, which bounds what they read, without model.bias: "
+                "set precision.fp8_projections=none"
+            )
+        if not spec.qkv and not spec.out:
+            raise ValueError(
+                "precision.fp8_projections has neither qkv nor out: set one of them, or precision.fp8_projections=none"
+            )
 
     def _validate_eval(self) -> None:
         seq_len, stride = self.eval.seq_len, self.eval.stride

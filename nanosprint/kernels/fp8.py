@@ -2,14 +2,26 @@
 
 FP8 products want both operands with the summed axis contiguous, so the two backward products need transposed copies
 of what the forward and the first backward product read plainly. Made apart, they would read everything once more.
+
+Weights are many and small: `quantize_all` takes all of a model's in one launch, each with a scale of its own.
 """
+
+from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanosprint.kernels.tables import upload
 from nanosprint.kernels.tuning import QUANTIZE
+
+_TRITON = {
+    torch.float32: tl.float32,
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+    torch.float8_e4m3fn: tl.float8e4nv,
+}
 
 
 @triton.jit
@@ -51,4 +63,90 @@ def quantize(x: Tensor, out: Tensor | None, transposed: Tensor | None, inverse: 
         _quantize_kernel[grid](
             x, target if out is None else out, target, inverse, limit, rows, cols, padded, x.stride(0),
             PLAIN=out is not None, TURN=transposed is not None, BLOCK_R=block_r, BLOCK_C=block_c, num_warps=warps,
+        )  # fmt: skip
+
+
+@triton.jit
+def _quantize_all_kernel(
+    table, inverses, limit, SOURCE: tl.constexpr, TARGET: tl.constexpr, SCALE: tl.constexpr, PLAIN: tl.constexpr,
+    TURN: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """Program (tile, i) works on one tile of matrix i, whose row of the table says where it lies and goes.
+
+    All addresses are multiples of 16 bytes, all sizes and strides of 16 elements.
+    """
+    table += tl.program_id(1) * 8
+    rows, cols = tl.multiple_of(tl.load(table + 3), 16), tl.multiple_of(tl.load(table + 4), 16)
+    tiles_c = tl.cdiv(cols, BLOCK_C)
+    r = tl.program_id(0) // tiles_c * BLOCK_R + tl.arange(0, BLOCK_R)
+    c = tl.program_id(0) % tiles_c * BLOCK_C + tl.arange(0, BLOCK_C)
+    inside = (r < rows)[:, None] & (c < cols)[None, :]  # nothing at all, where other matrices have more tiles
+    source = tl.multiple_of(tl.load(table).to(tl.pointer_type(SOURCE)), 16)
+    source_row = tl.multiple_of(tl.load(table + 5), 16)
+    x = tl.load(source + r[:, None] * source_row + c[None, :], mask=inside, other=0.0).to(tl.float32)
+    if SCALE:
+        x *= tl.load(inverses + tl.program_id(1))
+    q = tl.clamp(x, -limit, limit, propagate_nan=tl.PropagateNan.ALL).to(TARGET)
+    if PLAIN:
+        plain = tl.multiple_of(tl.load(table + 1).to(tl.pointer_type(TARGET)), 16)
+        plain_row = tl.multiple_of(tl.load(table + 6), 16)
+        tl.store(plain + r[:, None] * plain_row + c[None, :], q, mask=inside)
+    if TURN:
+        turned = tl.multiple_of(tl.load(table + 2).to(tl.pointer_type(TARGET)), 16)
+        turned_row = tl.multiple_of(tl.load(table + 7), 16)
+        fits = (c < cols)[:, None] & (r < rows)[None, :]
+        tl.store(turned + c[:, None] * turned_row + r[None, :], tl.trans(q), mask=fits)
+
+
+def quantize_all(
+    sources: Sequence[Tensor],
+    inverses: Tensor,
+    limit: float,
+    plain: Sequence[Tensor],
+    turned: Sequence[Tensor] | None = None,
+) -> None:
+    """plain[i] (R, C) and turned[i] (C, R) <- clamp(sources[i] * inverses[i], -limit, limit) in their dtype.
+
+    Unit inner strides, sizes and other strides multiples of 16, one dtype of all results. inverses: (n,) fp32. See
+    `quantize` about fp32 sources: they are turned by a second launch, which reads what the first has written.
+    """
+    assert inverses.is_contiguous()
+    assert inverses.dtype == torch.float32
+    for dtype in dict.fromkeys(t.dtype for t in sources):
+        at = [i for i, t in enumerate(sources) if t.dtype == dtype]
+        chosen = inverses if len(at) == len(sources) else inverses[upload(tuple(at), inverses.device)]
+        columns = [sources[i] for i in at], [plain[i] for i in at], [turned[i] for i in at] if turned else None
+        if turned is None or dtype.itemsize <= 2:
+            _launch(*columns, chosen, limit)
+        else:
+            _launch(*columns[:2], None, chosen, limit)
+            _launch(columns[1], None, columns[2], None, limit)
+
+
+def _launch(
+    sources: Sequence[Tensor],
+    plain: Sequence[Tensor] | None,
+    turned: Sequence[Tensor] | None,
+    inverses: Tensor | None,
+    limit: float,
+) -> None:
+    """One launch; without inverses, of codes that are there already."""
+    results = plain if turned is None else turned
+    assert results is not None
+    table: list[int] = []
+    for i, source in enumerate(sources):
+        targets = [source if many is None else many[i] for many in (plain, turned)]  # what is not written: any address
+        numbers = [*source.shape, source.stride(0), *(t.stride(0) for t in targets)]
+        tensors = (source, *targets)
+        assert all(n % 16 == 0 for n in numbers), numbers
+        assert all(t.stride(-1) == 1 and t.data_ptr() % 16 == 0 for t in tensors)
+        table += [*(t.data_ptr() for t in tensors), *numbers]
+    block_r, block_c, warps = QUANTIZE
+    tiles = max(triton.cdiv(t.shape[0], block_r) * triton.cdiv(t.shape[1], block_c) for t in sources)
+    dtypes = (_TRITON[t.dtype] for t in (sources[0], results[0]))
+    with torch.cuda.device_of(sources[0]):
+        addresses = upload(tuple(table), sources[0].device)
+        _quantize_all_kernel[(tiles, len(sources))](
+            addresses, addresses if inverses is None else inverses, limit, *dtypes, SCALE=inverses is not None,
+            PLAIN=plain is not None, TURN=turned is not None, BLOCK_R=block_r, BLOCK_C=block_c, num_warps=warps,
         )  # fmt: skip

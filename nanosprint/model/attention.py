@@ -5,6 +5,7 @@ before; what the values are summed up from; attention; what is added to it, take
 output projection. Techniques that a recipe leaves out cost nothing.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -12,8 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from nanosprint.config.model import AttnSpec, ModelConfig
+from nanosprint.config.recipe import Fp8ProjectionSpec
 from nanosprint.config.wiring import Column, Gate, Scalar, Term
 from nanosprint.model.context import Context
+from nanosprint.model.fp8_projection import Fp8Projection
+from nanosprint.model.fp8_weight import Source
 from nanosprint.model.linear import init_linear, init_projection, linear
 from nanosprint.model.mixing import Columns, Mixture, NetLayouts, build_weight
 from nanosprint.model.norm import FP32_EPS, rms_norm
@@ -24,6 +28,7 @@ from nanosprint.model.techniques.head_gate import gated
 from nanosprint.model.techniques.paired_heads import apart, doubled, interleaved
 from nanosprint.model.techniques.xsa import without_own_value
 from nanosprint.ops.attention import Attention
+from nanosprint.ops.fp8_mlp import LARGEST
 from nanosprint.ops.key_offset import offset_keys
 from nanosprint.ops.qk_norm_rotary import qk_norm_rotary
 
@@ -92,6 +97,8 @@ class SelfAttention(nn.Module):
         if spec.compose is not None:
             weights = spec.compose.mix, spec.compose.add
             self.compose_mix, self.compose_add = (build_weight(w, layouts, config.num_heads) for w in weights)
+        self.fp8_qkv: Fp8Projection | None = None
+        self.fp8_out: Fp8Projection | None = None
 
     def _build_matrices(self) -> None:
         D, H = self.config.dim, self.config.num_heads
@@ -108,7 +115,7 @@ class SelfAttention(nn.Module):
     def init_weights(self, generator: torch.Generator) -> None:
         init = self.config.init
         scale = 1.0 if init.qkv_std is None else init.qkv_std / init.linear_std
-        for weight in (self.qk, self.v) if self.spec.separate_qk else (self.qkv,):
+        for weight in self._qkv_parts():
             init_linear(weight, init, generator, scale)
         init_projection(self.out, self.config.init, generator, self.config.num_layers, self.config.init.attn_projection)
 
@@ -143,7 +150,28 @@ class SelfAttention(nn.Module):
         if self.head_gate is not None:
             y = gated(y, self.head_gate(sources, columns))
         out = self.out if self.out_scale is None else self.out_scale(sources, columns) * self.out
-        return linear(y.reshape(x_BSD.shape), out, self.out_bias)
+        return _projected(self.fp8_out, y.reshape(x_BSD.shape), out, self.out_bias)
+
+    def train_in_fp8(self, spec: Fp8ProjectionSpec, gradient_scale: float) -> None:
+        """From now on compute the projections' products in training in FP8, once `refresh` has made `fp8_sources`.
+
+        gradient_scale: of the loss as it is differentiated.
+        """
+        D, device, backward = self.config.dim, self.out.device, gradient_scale if spec.backward else None
+        if spec.qkv:
+            largest = math.sqrt(D) / LARGEST  # of a row whose mean square is 1
+            self.fp8_qkv = Fp8Projection((3 * D, D), device, gradient_scale=backward, input_scale=largest)
+        if spec.out:
+            self.fp8_out = Fp8Projection((D, D), device, gradient_scale=backward, headroom=spec.headroom)
+
+    def fp8_sources(self) -> list[Source]:
+        """What is to be quantised anew after every update."""
+        known = (self.fp8_qkv, self._qkv_parts(), self.qkv_scale), (self.fp8_out, (self.out,), self.out_scale)
+        return [
+            Source(fp8.weight, parts, None if scale is None else scale({}, {}))  # a Scalar, which reads nothing
+            for fp8, parts, scale in known
+            if fp8 is not None
+        ]
 
     def new_cache(self, batch_size: int, capacity: int, dtype: torch.dtype) -> KVCache:
         """An empty cache for up to `capacity` tokens in each of `batch_size` rows."""
@@ -159,7 +187,7 @@ class SelfAttention(nn.Module):
         offset: ranges of a key's dimensions that come from the token before, in the same row.
         """
         B, S, D = x_BSD.shape
-        config, qkv = self.config, linear(x_BSD, weight, self.qkv_bias)
+        config, qkv = self.config, _projected(self.fp8_qkv, x_BSD, weight, self.qkv_bias)
         if config.qk_norm and self.rotary is not None:
             rotary, tables = self.rotary, self.rotary.tables(start, S, self.places)
             numbers = config.num_heads, *tables, FP32_EPS, self.stream_dtype, config.rotary.pairs
@@ -171,9 +199,14 @@ class SelfAttention(nn.Module):
             q, k = self.rotary(q, start, self.places), self.rotary(k, start, self.places)
         return q, offset_keys(k, offset) if offset else k, v
 
+    def _qkv_parts(self) -> tuple[Tensor, ...]:
+        """The matrices that stand one above the other in the merged weight."""
+        return (self.qk, self.v) if self.spec.separate_qk else (self.qkv,)
+
     def _merged_weight(self, sources: Mapping[str, Tensor], columns: Mapping[str, Columns]) -> Tensor:
         """(3D, D). The learned scale multiplies the weight: 3 D² products, against 3 D a token on what comes out."""
-        weight = torch.cat((self.qk, self.v)) if self.spec.separate_qk else self.qkv
+        parts = self._qkv_parts()
+        weight = torch.cat(parts) if len(parts) > 1 else parts[0]
         return weight if self.qkv_scale is None else self.qkv_scale(sources, columns) * weight
 
     def _summed_values(self, own_BSHK: Tensor, sources: dict[str, Tensor], columns: Mapping[str, Columns]) -> Tensor:
@@ -192,3 +225,11 @@ class SelfAttention(nn.Module):
             return self.attend(q, k, v, scale, window, documents)
         q, k, v = interleaved(q), interleaved(k), interleaved(v)
         return apart(self.attend(q, k, v, scale, window, doubled(documents)))
+
+
+def _projected(fp8: Fp8Projection | None, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`linear`, in training by `fp8` where there is one, which models with biases do not have."""
+    if fp8 is not None and torch.is_grad_enabled():
+        y: Tensor = fp8(x, weight)
+        return y
+    return linear(x, weight, bias)

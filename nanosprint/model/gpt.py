@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from nanosprint.config.model import ModelConfig
-from nanosprint.config.recipe import Fp8MLPSpec
+from nanosprint.config.recipe import Fp8MLPSpec, Fp8ProjectionSpec
 from nanosprint.config.schedule import Windows
+from nanosprint.model import fp8_weight
+from nanosprint.model.attention import SelfAttention
 from nanosprint.model.block import Block
 from nanosprint.model.context import NO_CONTEXT, Context
 from nanosprint.model.embedding import Embedding
@@ -131,15 +133,25 @@ class GPT(nn.Module):
             if isinstance(module, MLP):
                 module.train_in_fp8(spec)
 
+    def train_projections_in_fp8(self, spec: Fp8ProjectionSpec, divisor: int) -> None:
+        """The same of attention's projections. The loss is divided by about `divisor` before it is differentiated."""
+        for module in self.modules():
+            if isinstance(module, SelfAttention):
+                module.train_in_fp8(spec, spec.gradient / divisor)
+
     @torch.no_grad()
     def refresh(self, steps: int) -> None:
         """Renew what is computed from the weights once an update: FP8 copies. `steps`: updates done so far.
 
-        To be called when the weights have their first values and after every update; nothing to do without FP8 MLPs.
+        To be called when the weights have their first values and after every update; nothing to do without FP8.
         """
+        sources: list[fp8_weight.Source] = []
         for module in self.modules():
             if isinstance(module, MLP):
                 module.refresh(steps)
+            elif isinstance(module, SelfAttention):
+                sources += module.fp8_sources()
+        fp8_weight.refresh(sources)
 
     def extend(self, seq_len: int) -> None:
         """Make positions reach `seq_len` tokens. Raises ValueError where learned positions end earlier."""

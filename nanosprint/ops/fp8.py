@@ -1,4 +1,4 @@
-"""A linear layer in FP8, for the output head: half the bytes and up to twice the rate of bf16.
+"""Products in FP8: half the bytes and up to twice the rate of bf16.
 
 FP8 has two formats. E4M3 has three bits of fraction and ends at 448: activations and weights. E5M2 has two and ends at
 57,344: gradients, which spread over more octaves. A tensor is divided by a scale, clamped to the format's range and
@@ -6,23 +6,28 @@ rounded; the product is multiplied by both scales:
 
     q = round(clamp(x / s)),  x ~ q s;    y = (q_x q_w^T) s_x s_w
 
-The scales here are static: constants of the recipe, chosen so that nothing that matters is clamped. The clamp is not
-optional: before torch 2.12 a cast turns what is too large into NaN. Dividing is multiplying by 1 / s, rounded to fp32,
-on every device, so that all agree bit for bit on q.
+The clamp is not optional: before torch 2.12 a cast turns what is too large into NaN. Dividing is multiplying by 1 / s,
+rounded to fp32, on every device, so that all agree bit for bit on q.
 
-Tokens T, input dim D, output dim (vocabulary) V. The weight is (V, D), as in nn.Linear. An FP8 product wants the
-summed axis contiguous in both operands, so each operand exists in two layouts over forward and backward:
+Where scales come from is the caller's affair: constants (`ops.head_loss`), the values at hand, or those of a step ago
+(`ops.fp8_mlp`, `ops.fp8_projection`). The relative error of a rounding does not depend on the scale, as long as a value
+is neither clamped nor so small that it loses bits: E4M3 leaves 15 octaves for that, E5M2 30.
 
-    y  = x W^T    sums over D    x8 (T, D)      w8 (V, D)      e4m3, fast accumulation
-    dx = g W      sums over V    g8 (T, V)      w8_t (D, V)    e5m2 x e4m3, precise, bf16
-    dW = g^T x    sums over T    g8_t (V, T)    x8_t (D, T)    e5m2 x e4m3, precise, fp32
+A product wants the summed axis contiguous in both operands, so an operand of two products exists in two layouts:
 
-Fast accumulation keeps partial sums in the tensor core's reduced precision: fit for sums over D, not over T or V.
+    y  = x W^T    sums over D    x8 (T, D)      w8 (V, D)
+    dx = g W      sums over V    g8 (T, V)      w8_t (D, V)
+    dW = g^T x    sums over T    g8_t (V, T)    x8_t (D, T)
+
+Fast accumulation keeps partial sums in the tensor core's reduced precision: fit for sums over a few thousand numbers,
+not over the tokens of a batch or the vocabulary.
+
+Source: Micikevicius et al. 2022, arXiv:2209.05433.
 """
 
 import functools
 import logging
-import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -37,7 +42,7 @@ _UNIT = 16  # FP8 products take summed and output axes in multiples of this
 
 
 def supports_fp8(device: torch.device | str) -> bool:
-    """Whether `fp8_linear` runs on this device: NVIDIA since Ada and Hopper, or a CPU, which emulates it, slowly."""
+    """Whether FP8 products run on this device: NVIDIA since Ada and Hopper, or a CPU, which emulates it, slowly."""
     device = torch.device(device)
     if device.type == "cuda":
         return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
@@ -52,98 +57,11 @@ def has_fp8(device: torch.device | str) -> bool:
     return True
 
 
-def fp8_linear(
-    x: Tensor, weight: Tensor, x_s: float, w_s: float, g_s: float, out_dtype: torch.dtype = torch.bfloat16
-) -> Tensor:
-    """x W^T with operands in FP8, differentiable in both.
-
-    x (..., D) and weight (V, D), any float dtype; returns (..., V) in out_dtype (bf16 or fp32). x_s, w_s, g_s: the
-    scales of x, of the weight (both E4M3: what exceeds 448 s is clamped to it) and of the gradient that arrives at y
-    (E5M2, 57,344 s). The gradient of x leaves the product as bf16, that of the weight as fp32, before autograd casts
-    each to its tensor's dtype.
-
-    Copies: x and the weight in FP8, once plain and once transposed (kept for the backward pass, which needs nothing
-    else), and the gradient in FP8 likewise, each pair made in one pass over its source (an fp32 source: in two, of
-    which the second reads FP8). What is not contiguous is copied first. Under torch.compile the gradient's plain copy
-    is ordinary code, which the compiler merges into the loss; a pass over that makes the transposed one.
-
-    Raises ValueError for shapes that do not fit, D or V not a multiple of 16 (T is padded by itself), scales that are
-    not positive, and a GPU without FP8 (`has_fp8` tells). Source: Micikevicius et al. 2022,
-    arXiv:2209.05433; static scales: the speedrun's records 19-21.
-    """
-    _check(x, weight, (x_s, w_s, g_s), out_dtype)
-    merge = torch.compiler.is_compiling()
-    y, _, _ = _forward(x.reshape(-1, x.shape[-1]), weight, x_s, w_s, g_s, out_dtype, merge)
-    return y.view(*x.shape[:-1], weight.shape[0])
-
-
-def quantize(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+def quantize(x: Tensor, scale: float | Tensor, dtype: torch.dtype) -> Tensor:
     """x / scale in FP8 `dtype` (E4M3 or E5M2), clamped to its range first: the formula. NaN stays NaN."""
     limit = torch.finfo(dtype).max
-    return (x.float() * (1 / scale)).clamp(-limit, limit).to(dtype)
-
-
-def fp8_linear_grads(
-    g: Tensor, x8_t: Tensor, w8_t: Tensor, x_s: float, w_s: float, g_s: float
-) -> tuple[Tensor, Tensor]:
-    """(dx bf16 (T, D), dW fp32 (V, D)) from the gradient g (T, V) of y, contiguous.
-
-    g: a float dtype, or E5M2 holding g / g_s already, as a fused loss may produce it. x8_t (D, T rounded up to a
-    multiple of 16, zeros beyond T) and w8_t (D, V): transposed E4M3 copies, as such or as bytes (uint8).
-    """
-    return _backward(g, x8_t, w8_t, x_s, w_s, g_s)
-
-
-@torch.library.custom_op("nanosprint::fp8_linear", mutates_args=())
-def _forward(
-    x: Tensor, weight: Tensor, x_s: float, w_s: float, g_s: float, out_dtype: torch.dtype, merge: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(y, x8_t, w8_t), the last two as bytes: autograd ignores integers. g_s and merge are for backward."""
-    if not supports_fp8(x.device):
-        raise ValueError(f"{x.device} has no FP8 (Ada and Hopper have): use bf16")
-    (x8, x8_t), (w8, w8_t) = quantize_pair(x, x_s, E4M3), quantize_pair(weight, w_s, E4M3)
-    y = scaled_product(x8, w8, x_s, w_s, out_dtype, fast=True)
-    return y, x8_t.view(torch.uint8), w8_t.view(torch.uint8)
-
-
-@torch.library.custom_op("nanosprint::fp8_linear_backward", mutates_args=())
-def _backward(g: Tensor, x8_t: Tensor, w8_t: Tensor, x_s: float, w_s: float, g_s: float) -> tuple[Tensor, Tensor]:
-    g8, g8_t = quantize_pair(g, g_s, E5M2)
-    dx = scaled_product(g8, w8_t.view(E4M3), g_s, w_s, torch.bfloat16)
-    return dx, scaled_product(g8_t, x8_t.view(E4M3), g_s, x_s, torch.float32)
-
-
-@_forward.register_fake
-def _(
-    x: Tensor, weight: Tensor, x_s: float, w_s: float, g_s: float, out_dtype: torch.dtype, merge: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    (T, D), V = x.shape, weight.shape[0]
-    y = x.new_empty(T, V, dtype=out_dtype)
-    return y, x.new_empty(D, _padded(T), dtype=torch.uint8), x.new_empty(D, V, dtype=torch.uint8)
-
-
-@_backward.register_fake
-def _(g: Tensor, x8_t: Tensor, w8_t: Tensor, x_s: float, w_s: float, g_s: float) -> tuple[Tensor, Tensor]:
-    (T, V), D = g.shape, x8_t.shape[0]
-    return g.new_empty(T, D, dtype=torch.bfloat16), g.new_empty(V, D, dtype=torch.float32)
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    ctx.x_s, ctx.w_s, ctx.g_s, _, ctx.merge = inputs[2:]
-    ctx.save_for_backward(*output[1:])
-    ctx.set_materialize_grads(False)
-
-
-def _derive(ctx: Any, g: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-    if g is None:
-        return (None,) * 7
-    if ctx.merge:
-        g = quantize(g, ctx.g_s, E5M2)
-    dx, dw = _backward(g.contiguous(), *ctx.saved_tensors, ctx.x_s, ctx.w_s, ctx.g_s)
-    return dx, dw, None, None, None, None, None
-
-
-_forward.register_autograd(_derive, setup_context=_setup_context)
+    inverse = scale.reciprocal() if isinstance(scale, Tensor) else 1 / scale
+    return (x.float() * inverse).clamp(-limit, limit).to(dtype)
 
 
 def quantize_pair(x: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -164,6 +82,26 @@ def quantize_pair(x: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, 
         kernel(x, plain, None, 1 / scale, limit)
     kernel(plain, None, turned, 1.0, limit)
     return plain, turned
+
+
+def quantize_all(
+    sources: Sequence[Tensor], scales: Tensor, plain: Sequence[Tensor], turned: Sequence[Tensor] | None = None
+) -> None:
+    """plain[i] <- sources[i] / scales[i] in E4M3 and turned[i] <- its transpose, of any number of matrices.
+
+    sources: (R, C) each, any float dtype; plain (R, C) and turned (C, R): E4M3, rows at any distance, sizes multiples
+    of 16. scales: (n,) fp32. On a GPU one launch for all sources of a dtype, two for fp32 ones that are turned.
+    """
+    if sources[0].is_cuda and (has_triton() or _without_triton()):
+        from nanosprint.kernels.fp8 import quantize_all as kernel
+
+        kernel(sources, scales.reciprocal(), torch.finfo(E4M3).max, plain, turned)
+        return
+    for i, source in enumerate(sources):
+        codes = quantize(source, scales[i], E4M3).view(torch.uint8)  # torch copies bytes on every device
+        plain[i].view(torch.uint8).copy_(codes)
+        if turned is not None:
+            turned[i].view(torch.uint8).copy_(codes.mT)
 
 
 def scaled_product(
@@ -192,24 +130,6 @@ def _turned(q: Tensor) -> Tensor:
 
 def _padded(size: Any) -> Any:
     return (size + _UNIT - 1) // _UNIT * _UNIT
-
-
-def _check(x: Tensor, weight: Tensor, scales: tuple[float, ...], out_dtype: torch.dtype) -> None:
-    if x.ndim < 1 or weight.ndim != 2 or x.shape[-1] != weight.shape[1]:
-        raise ValueError(
-            f"x {tuple(x.shape)} and weight {tuple(weight.shape)} do not fit: expected (..., D) and (V, D)"
-        )
-    if not (x.is_floating_point() and weight.is_floating_point()):
-        raise ValueError(f"x is {x.dtype} and weight {weight.dtype}: expected float tensors")
-    if weight.shape[0] % _UNIT or weight.shape[1] % _UNIT:
-        raise ValueError(
-            f"weight has shape {tuple(weight.shape)}: FP8 products need both sizes to be multiples of {_UNIT}, so pad "
-            "it with zero rows (and mask the logits that they make)"
-        )
-    if not all(s > 0 and math.isfinite(s) for s in scales):
-        raise ValueError(f"scales x_s, w_s, g_s = {scales} must be positive")
-    if out_dtype not in (torch.bfloat16, torch.float32):
-        raise ValueError(f"out_dtype={out_dtype} must be torch.bfloat16 or torch.float32")
 
 
 @functools.cache

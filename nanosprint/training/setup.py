@@ -142,10 +142,23 @@ def build_state(recipe: Recipe, execution: Execution, seed: int, device: torch.d
     model.extend(recipe.max_seq_len)
     model.to(device=device, dtype=wide)
     engine = build_engine(model, recipe)
-    if recipe.precision.fp8_mlp is not None and execution.fp8 != "off" and has_fp8(device):
-        model.train_mlps_in_fp8(recipe.precision.fp8_mlp)
-        model.refresh(0)
+    _train_layers_in_fp8(model, recipe, execution)
     return TrainState(model, engine)
+
+
+def _train_layers_in_fp8(model: GPT, recipe: Recipe, execution: Execution) -> None:
+    """What the recipe has in FP8 besides the head, where this device has FP8 and it is not switched off."""
+    mlp, projections = recipe.precision.fp8_mlp, recipe.precision.fp8_projections
+    wanted = mlp is not None or projections is not None
+    if not wanted or execution.fp8 == "off" or not has_fp8(model.embed.weight.device):
+        return
+    if mlp is not None:
+        model.train_mlps_in_fp8(mlp)
+    if projections is not None:
+        # Stages with fewer tokens than the largest divide a mean by less: an octave or two, of the 32 that E5M2 has.
+        per_lane = recipe.train.objective == "lane_mean"
+        model.train_projections_in_fp8(projections, recipe.train.lanes if per_lane else recipe.max_batch_tokens)
+    model.refresh(0)
 
 
 def _head_loss(recipe: Recipe, execution: Execution, device: torch.device) -> HeadLoss | None:

@@ -17,6 +17,7 @@ from nanosprint.errors import DivergedError, Interrupted
 from nanosprint.recipes import load_recipe
 from nanosprint.results.record import RunRecord, check_metrics
 from nanosprint.results.runs import RunDir
+from nanosprint.sample import load_model
 from nanosprint.training import loop as loop_module
 from nanosprint.training.api import carry_out, train
 from nanosprint.training.request import load_request, save_request
@@ -48,6 +49,15 @@ def test_record_and_metrics_of_a_run(train_tiny):
     times = [line["train_ms"] for line in lines(path, "train")]
     assert times == sorted(times)
     assert times[-1] <= record.train_ms + 1e-6
+
+
+def test_a_run_in_fp8_leaves_a_model_without(train_tiny, weights):
+    switches = [f"precision.{name}={{}}" for name in ("fp8_head", "fp8_mlp", "fp8_projections")]
+    path = train_tiny("run", "train.num_steps=2", *switches)
+    saved = weights(path)
+    model, _ = load_model(path)
+    assert model.state_dict().keys() < saved.keys()
+    assert all(torch.equal(value, saved[name]) for name, value in model.state_dict().items())
 
 
 def test_validation_loss_is_the_mean_over_every_target(train_tiny, tiny_data, weights):
