@@ -219,10 +219,11 @@ def show(row: dict[str, Any], top: int) -> str:
     mfu = "unknown" if row["mfu"] is None else f"{row['mfu']:.1%}"
     memory = "" if row["memory_gib"] is None else f"  {row['memory_gib']:.1f} GiB"
     idle = "" if row.get("idle") is None else f"  idle {row['idle']:.1%}"
+    documents = "" if row["mean_document"] is None else f"  documents of {row['mean_document']:.0f}"
     phases = "  ".join(f"{phase} {seconds:.1f}" for phase, seconds in row["compile_s"].items())
     lines = [
         f"{row['stage']}: {row['ms']:.1f} ms  {row['us_per_token']:.3f} us/token  {row['tokens_per_s']:,.0f} tokens/s  "
-        f"MFU {mfu}{memory}{idle}  lanes {row['lanes_per_microbatch']}  {row['compute']}",
+        f"MFU {mfu}{memory}{idle}  lanes {row['lanes_per_microbatch']}{documents}  {row['compute']}",
         f"  start-up: built {row['build_s']:.1f} s  first step {row['first_step_s']:.1f} s, of it {phases}",
     ]
     if "kernels" in row:

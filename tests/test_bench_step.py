@@ -141,15 +141,34 @@ def test_seconds_of_compilation(monkeypatch):
 def test_a_gpus_row_shows_floors_and_idle_time():
     row = {
         "stage": "stage 2", "ms": 10.0, "us_per_token": 1.0, "tokens_per_s": 1e6, "mfu": 0.5, "memory_gib": 2.0,
-        "idle": 0.25, "lanes_per_microbatch": 1, "compute": "bf16", "build_s": 1.0, "first_step_s": 2.0,
-        "compile_s": {"dynamo": 0.5}, "groups_ms": {"bf16 products": 7.5}, "floors_ms": {"bf16 products": 5.0},
+        "idle": 0.25, "lanes_per_microbatch": 1, "compute": "bf16", "mean_document": 480.4, "build_s": 1.0,
+        "first_step_s": 2.0, "compile_s": {"dynamo": 0.5}, "groups_ms": {"bf16 products": 7.5},
+        "floors_ms": {"bf16 products": 5.0},
         "kernels": [bench_step.profile.Kernel("nvjet_tst_1", 7.5, 3)],
     }  # fmt: skip
     shown = bench_step.show(row, 5)
-    assert "MFU 50.0%  2.0 GiB  idle 25.0%  lanes 1" in shown
+    assert "MFU 50.0%  2.0 GiB  idle 25.0%  lanes 1  documents of 480  bf16" in shown
     assert "idle                         2.500   25.0%" in shown
     assert shown.endswith("7.500 ms, floor 5.000, ratio 1.50")
     assert bench_step.stored(row, 5)["kernels"] == [{"name": "nvjet_tst_1", "ms": 7.5, "calls": 3}]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_gpus_kernels_have_groups_and_fill_no_more_than_the_time(tmp_path):
+    out = tmp_path / "rows.jsonl"
+    sizes = {"model.num_layers": 3, "train.num_steps": 90, "eval.batch_tokens": 262_144}
+    args = arguments("record", {**sizes, "exec.compile": "off"}, stage=0, steps=3, out=out)
+    assert bench_step.run(args) == 1
+    row = json.loads(out.read_text())
+    groups = row["groups_ms"]
+    assert {"attention", "bf16 products", "fp8 products", "softmax and loss", "optimizer"} <= groups.keys()
+    assert groups.get("other", 0.0) < 0.05 * sum(groups.values())
+    assert sum(groups.values()) < 1.1 * row["ms"]
+    assert 0 <= row["idle"] < 1
+    if row["floors_ms"]:  # of devices whose ceilings are known
+        assert row["floors_ms"]["softmax and loss"] < 1.1 * groups["softmax and loss"]
+    assert row["memory_gib"] > 1
 
 
 def test_marks_on_the_hosts_time_line():
