@@ -251,6 +251,7 @@ def gradient_q(
     a multiple of 128, have finite ones: with rows that begin at multiples of 16 bytes and end with the last block, they
     are read in few instructions and without masks.
     """
+    assert _PADDING % tile.queries == 0, tile
     T, H, _ = q.shape
     padded = triton.cdiv(T, _PADDING) * _PADDING
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -272,7 +273,9 @@ def gradient_kv(
     tile: AttentionTile,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Gradients of k and v, given the norms that `gradient_q` returns."""
-    assert max(tile.queries, tile.keys) <= _PADDING, tile
+    # Blocks of queries begin at multiples of their size then, so the last one ends within the padding.
+    assert tile.keys % tile.queries == 0, tile
+    assert _PADDING % tile.keys == 0, tile
     dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (k, v))
     grad, q, k, v = (_readable(t) for t in (grad, q, k, v))
     rows, keys = tile.queries, tile.keys

@@ -20,12 +20,12 @@ CASES = {  # name: (rows, tokens of a row, lengths of documents or None, windows
     "rows without documents": (2, 75, None, (None, 17)),
     "less than a block": (1, 3, [2, 1], (None, 1)),
 }
-TILES = (  # wide or high, with and without branches and descriptors
+TILES = (  # forward, gradient_q, gradient_kv: wide or high, with and without branches and descriptors
     (tuning.AttentionTile(16, 32, 4, 2), tuning.AttentionTile(32, 16, 4, 2), tuning.AttentionTile(16, 32, 4, 2)),
     (
         tuning.AttentionTile(32, 16, 4, 2, branch=False),
         tuning.AttentionTile(16, 16, 4, 2, descriptors=True),
-        tuning.AttentionTile(32, 16, 4, 2, branch=False, descriptors=True),
+        tuning.AttentionTile(32, 32, 4, 2, branch=False, descriptors=True),
     ),
     (
         tuning.AttentionTile(32, 32, 4, 2, descriptors=True),
