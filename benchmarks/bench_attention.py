@@ -219,12 +219,11 @@ def sweep_inputs(case, device):
     shared = (documents.cu_seqlens, window, K**-0.5)
     default = tuning.attention_tiles(torch.cuda.get_device_capability(device))
     out, lse = attention.forward(q, k, v, *shared, default[0])
-    dq, delta = attention.gradient_q(grad, q, k, v, out, lse, *shared, default[1])
-    del dq
+    _, norms = attention.gradient_q(grad, q, k, v, out, lse, *shared, default[1])
     calls = {
         "forward": partial(attention.forward, q, k, v, *shared),
         "gradient_q": partial(attention.gradient_q, grad, q, k, v, out, lse, *shared),
-        "gradient_kv": partial(attention.gradient_kv, grad, q, k, v, lse, delta, *shared),
+        "gradient_kv": partial(attention.gradient_kv, grad, q, k, v, norms, *shared),
     }
     return calls, documents
 

@@ -8,7 +8,7 @@ is the mirror image: key j is seen by the queries j to last_query(j).
 
 Scores are never stored (FlashAttention-2: Dao 2023, arXiv:2307.08691; its backward pass recomputes them from the
 log-sum-exp). The backward pass has two kernels without atomics, so two runs agree bit for bit: `gradient_q` goes over
-tiles of queries and leaves each query's delta = sum(out x grad) for `gradient_kv`, which goes over tiles of keys.
+tiles of queries and leaves each query's sum(out x grad) for `gradient_kv`, which goes over tiles of keys.
 
 An average query of web text at window 640 sees 269 keys, so a program does few rounds, and what comes before and after
 them counts. Every program finds the documents of its own tokens by bisection, which saves a launch. Neighbouring
@@ -29,6 +29,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from nanosprint.kernels.tuning import AttentionTile
 
 _LOG2E = 1 / math.log(2)
+_PADDING = 128  # of what passes from `gradient_q` to `gradient_kv`: no tile is larger
 
 
 @triton.jit
@@ -151,7 +152,7 @@ def _attention_forward_kernel(
 
 @triton.jit(do_not_specialize=["T", "entries", "bits", "window"])
 def _attention_gradient_q_kernel(
-    G, Q, K, V, OUT, LSE, DELTA, DQ, CU, g_row, q_row, k_row, v_row, out_row,
+    G, Q, K, V, OUT, LSE, NORMS, DQ, CU, g_row, q_row, k_row, v_row, out_row, padded,
     T, H, entries, bits, window, scale, scale2,
     HEAD: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, BRANCH: tl.constexpr, DESCRIPTORS: tl.constexpr,
 ):  # fmt: skip
@@ -165,8 +166,10 @@ def _attention_gradient_q_kernel(
     g = _rows(G, start, column, g_row, T - 1, QUERIES, HEAD, DESCRIPTORS)
     out = _rows(OUT, start, column, out_row, T - 1, QUERIES, HEAD, DESCRIPTORS)
     delta = tl.sum(g.to(tl.float32) * out.to(tl.float32), 1)
-    tl.store(DELTA + head.to(tl.int64) * T + rows, delta, mask=rows < T)
     lse2 = tl.load(LSE + head.to(tl.int64) * T + tl.minimum(rows, T - 1)) * 1.4426950408889634
+    NORMS += head.to(tl.int64) * (2 * padded)
+    tl.store(NORMS + rows, lse2)
+    tl.store(NORMS + padded + rows, delta)
     total = tl.zeros((QUERIES, HEAD), tl.float32)
     for n in tl.range(lowest, tl.minimum(start + QUERIES, T), KEYS):
         k = _rows(K, n, column, k_row, T - 1, KEYS, HEAD, DESCRIPTORS)
@@ -184,15 +187,14 @@ def _attention_gradient_q_kernel(
 
 @triton.jit(do_not_specialize=["T", "entries", "bits", "window"])
 def _attention_gradient_kv_kernel(
-    G, Q, K, V, LSE, DELTA, DK, DV, CU, g_row, q_row, k_row, v_row,
+    G, Q, K, V, NORMS, DK, DV, CU, g_row, q_row, k_row, v_row, padded,
     T, H, entries, bits, window, scale, scale2,
     HEAD: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, BRANCH: tl.constexpr, DESCRIPTORS: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0) % H
     start = tl.program_id(0) // H * KEYS
     column = head * HEAD
-    LSE += head.to(tl.int64) * T
-    DELTA += head.to(tl.int64) * T
+    NORMS += head.to(tl.int64) * (2 * padded)
     keys = start + tl.arange(0, KEYS)
     last, earliest, latest = _last_queries(CU, entries, bits, window, start, T, KEYS)
 
@@ -204,9 +206,8 @@ def _attention_gradient_kv_kernel(
         q = _rows(Q, m, column, q_row, T - 1, QUERIES, HEAD, DESCRIPTORS)
         g = _rows(G, m, column, g_row, T - 1, QUERIES, HEAD, DESCRIPTORS)
         queries = m + tl.arange(0, QUERIES)
-        near = tl.minimum(queries, T - 1)
-        lse2 = tl.load(LSE + near) * 1.4426950408889634
-        delta = tl.load(DELTA + near)
+        lse2 = tl.load(NORMS + queries)
+        delta = tl.load(NORMS + padded + queries)
         scores = tl.dot(k, q.T, input_precision="ieee")  # (keys, queries), as all of this kernel
         crossed = (m < start + KEYS - 1) | (m + QUERIES - 1 > earliest)
         scores = _hide(scores, keys[:, None], queries[None, :], last[:, None], crossed, BRANCH)
@@ -233,7 +234,7 @@ def forward(
     q, k, v = _readable(q), _readable(k), _readable(v)
     rows, keys = tile.queries, tile.keys
     launch(
-        _attention_forward_kernel, rows, tile, q,
+        _attention_forward_kernel, triton.cdiv(T, rows), tile, q,
         _read(q, rows, tile), _read(k, keys, tile), _read(v, keys, tile), out, lse, cu_seqlens,
         q.stride(0), k.stride(0), v.stride(0), out.stride(0), *_numbers(q, cu_seqlens, window), scale * _LOG2E,
     )  # fmt: skip
@@ -244,34 +245,45 @@ def gradient_q(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_seqlens: Tensor, window: int,
     scale: float, tile: AttentionTile,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Gradient of q for `grad`, that of out, and delta = sum over K of out x grad, fp32 (H, T), for `gradient_kv`."""
+    """Gradient of q for `grad`, that of out, and for `gradient_kv` the norms of each query, fp32 (H, 2, padded T).
+
+    Those are its log-sum-exp in units of ln 2, and delta = sum over K of out x grad. Queries past the last one, up to
+    a multiple of 128, have finite ones: with rows that begin at multiples of 16 bytes and end with the last block, they
+    are read in few instructions and without masks.
+    """
+    assert _PADDING % tile.queries == 0, tile
+    T, H, _ = q.shape
+    padded = triton.cdiv(T, _PADDING) * _PADDING
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    delta = torch.empty_like(lse)
+    norms = torch.empty((H, 2, padded), dtype=torch.float32, device=q.device)
     grad, q, k, v, out = (_readable(t) for t in (grad, q, k, v, out))
     rows, keys = tile.queries, tile.keys
     launch(
-        _attention_gradient_q_kernel, rows, tile, q,
+        _attention_gradient_q_kernel, triton.cdiv(padded, rows), tile, q,
         _read(grad, rows, tile), _read(q, rows, tile), _read(k, keys, tile), _read(v, keys, tile),
-        _read(out, rows, tile), lse, delta, dq, cu_seqlens,
-        grad.stride(0), q.stride(0), k.stride(0), v.stride(0), out.stride(0),
+        _read(out, rows, tile), lse, norms, dq, cu_seqlens,
+        grad.stride(0), q.stride(0), k.stride(0), v.stride(0), out.stride(0), padded,
         *_numbers(q, cu_seqlens, window), scale, scale * _LOG2E,
     )  # fmt: skip
-    return dq, delta
+    return dq, norms
 
 
 def gradient_kv(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, cu_seqlens: Tensor, window: int,
-    scale: float, tile: AttentionTile,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, norms: Tensor, cu_seqlens: Tensor, window: int, scale: float,
+    tile: AttentionTile,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Gradients of k and v."""
+    """Gradients of k and v, given the norms that `gradient_q` returns."""
+    # Blocks of queries begin at multiples of their size then, so the last one ends within the padding.
+    assert tile.keys % tile.queries == 0, tile
+    assert _PADDING % tile.keys == 0, tile
     dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (k, v))
     grad, q, k, v = (_readable(t) for t in (grad, q, k, v))
     rows, keys = tile.queries, tile.keys
     launch(
-        _attention_gradient_kv_kernel, keys, tile, q,
+        _attention_gradient_kv_kernel, triton.cdiv(len(q), keys), tile, q,
         _read(grad, rows, tile), _read(q, rows, tile), _read(k, keys, tile), _read(v, keys, tile),
-        lse, delta, dk, dv, cu_seqlens,
-        grad.stride(0), q.stride(0), k.stride(0), v.stride(0),
+        norms, dk, dv, cu_seqlens,
+        grad.stride(0), q.stride(0), k.stride(0), v.stride(0), norms.size(2),
         *_numbers(q, cu_seqlens, window), scale, scale * _LOG2E,
     )  # fmt: skip
     return dk, dv
@@ -299,8 +311,8 @@ def _numbers(q: Tensor, cu_seqlens: Tensor, window: int) -> tuple[int, int, int,
     return T, H, entries, (entries - 1).bit_length(), T if window < 0 else min(window, T)
 
 
-def launch(kernel: Any, rows: int, tile: AttentionTile, q: Tensor, *args: Any) -> Any:
-    """One program for every head and `rows` tokens. Returns the compiled kernel, whose resources a benchmark shows."""
+def launch(kernel: Any, blocks: int, tile: AttentionTile, q: Tensor, *args: Any) -> Any:
+    """`blocks` programs for every head. Returns the compiled kernel, whose resources a benchmark shows."""
     T, H, K = q.shape
     if not T:
         return None
@@ -308,7 +320,7 @@ def launch(kernel: Any, rows: int, tile: AttentionTile, q: Tensor, *args: Any) -
     if tile.registers is not None:
         options["maxnreg"] = tile.registers
     with torch.cuda.device_of(q):  # Triton launches on the current device
-        return kernel[(triton.cdiv(T, rows) * H,)](
+        return kernel[(blocks * H,)](
             *args, HEAD=K, QUERIES=tile.queries, KEYS=tile.keys, BRANCH=tile.branch, DESCRIPTORS=tile.descriptors,
             **options,
         )  # fmt: skip

@@ -13,19 +13,19 @@ from nanosprint.ops.attention_backends.select import sample_documents
 from nanosprint.ops.attention_backends.table import TABLE, Needs
 
 CASES = {  # name: (rows, tokens of a row, lengths of documents or None, windows)
-    "lengths of all kinds": (1, 137, [1, 1, 70, 0, 33, 1, 31, 0, 0], (None, 0, 5, 40, 500)),
+    "lengths of all kinds": (1, 137, [1, 1, 70, 0, 33, 1, 31, 0, 0], (None, 0, 40, 500)),
     "many single tokens": (1, 40, [1] * 40, (None, 3)),
     "one document of full blocks": (1, 128, [128], (None, 46, 63)),
     "two rows": (2, 71, [71, 20, 0, 51], (0, 30)),
     "rows without documents": (2, 75, None, (None, 17)),
     "less than a block": (1, 3, [2, 1], (None, 1)),
 }
-TILES = (  # wide or high, with and without branches and descriptors
+TILES = (  # forward, gradient_q, gradient_kv: wide or high, with and without branches and descriptors
     (tuning.AttentionTile(16, 32, 4, 2), tuning.AttentionTile(32, 16, 4, 2), tuning.AttentionTile(16, 32, 4, 2)),
     (
         tuning.AttentionTile(32, 16, 4, 2, branch=False),
         tuning.AttentionTile(16, 16, 4, 2, descriptors=True),
-        tuning.AttentionTile(32, 16, 4, 2, branch=False, descriptors=True),
+        tuning.AttentionTile(32, 32, 4, 2, branch=False, descriptors=True),
     ),
     (
         tuning.AttentionTile(32, 32, 4, 2, descriptors=True),

@@ -65,8 +65,8 @@ def _backward(
     from nanosprint.kernels import attention
 
     _, over_queries, over_keys = _tiles(q.device)
-    dq, delta = attention.gradient_q(grad, q, k, v, out, lse, cu_seqlens, window, scale, over_queries)
-    dk, dv = attention.gradient_kv(grad, q, k, v, lse, delta, cu_seqlens, window, scale, over_keys)
+    dq, norms = attention.gradient_q(grad, q, k, v, out, lse, cu_seqlens, window, scale, over_queries)
+    dk, dv = attention.gradient_kv(grad, q, k, v, norms, cu_seqlens, window, scale, over_keys)
     return dq, dk, dv
 
 
