@@ -11,6 +11,9 @@ import pytest
 import torch
 
 from nanosprint.config import Execution
+from nanosprint.model import gpt
+from nanosprint.model.techniques import bigram
+from nanosprint.ops.embedding import sort_rows
 from nanosprint.recipes import load_recipe
 from nanosprint.training.batch import random_input
 from nanosprint.training.setup import build_state, compiled
@@ -18,11 +21,15 @@ from nanosprint.training.warmup import new_graphs
 from tests.recipes.test_ladder import LADDER, UPPER, small
 
 
+def wide(recipe):
+    """The recipe's groups in fp32: gradients would be rounded to bf16."""
+    return tuple(replace(group, storage="fp32") for group in recipe.groups)
+
+
 @pytest.mark.parametrize("name", [n for n in (*LADDER, *UPPER) if n not in ("soap", "record-third")])
 def test_one_graph_and_the_same_numbers(name):
     recipe = load_recipe(name, small(name))
-    wide = tuple(replace(group, storage="fp32") for group in recipe.groups)  # gradients would be rounded to bf16
-    recipe = replace(recipe, groups=wide)
+    recipe = replace(recipe, groups=wide(recipe))
     execution = Execution(device="cpu", compute="fp32", attention="sdpa", compile="off", fp8="off")
     state = build_state(recipe, execution, 0, torch.device("cpu"))
     model = state.model
@@ -49,6 +56,41 @@ def test_one_graph_and_the_same_numbers(name):
     torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=0)
     for n, expected in gradients[0].items():
         scale = float(expected.abs().max()) + 1e-12
+        torch.testing.assert_close(gradients[1][n] / scale, expected / scale, rtol=0, atol=1e-4)
+
+
+def test_sorted_look_ups_are_the_plain_ones(monkeypatch):
+    """Tokens, hashed pairs and value tables by the operator that a GPU has, in one graph, against torch's gradients."""
+    recipe = load_recipe("record", small("record"))
+    execution = Execution(device="cpu", compute="fp32", attention="sdpa", compile="off", fp8="off")
+    gradients, sorts = [], []
+
+    def count(graph_module, inputs):
+        sorts.append(sum(node.target is torch.sort for node in graph_module.graph.nodes))
+        return torch._dynamo.lookup_backend("aot_eager")(graph_module, inputs)
+
+    for sort in (False, True):
+        model = build_state(replace(recipe, groups=wide(recipe)), execution, 0, torch.device("cpu")).model
+        tables = {
+            n: p for n, p in model.named_parameters() if n in ("embed.weight", "bigram.weight", "value_tables.weight")
+        }
+        assert len(tables) == 3
+        arguments = random_input(recipe, recipe.plan(0), 2, torch.device("cpu"))
+        loss_sum = model.loss_sum
+        if sort:
+            for module in (gpt, bigram):
+                monkeypatch.setattr(module, "rows_of", sort_rows)
+            torch._dynamo.reset()
+            loss_sum = torch.compile(loss_sum, dynamic=False, fullgraph=True, backend=count)
+        with torch.no_grad():  # zeros would hide differences
+            for i, p in enumerate(model.parameters()):
+                p.add_(0.05 * torch.randn(p.shape, generator=torch.Generator().manual_seed(i)))
+        loss_sum(*arguments).backward()
+        gradients.append({n: p.grad for n, p in tables.items()})
+    assert sorts == [2]  # of the tokens and of their pairs
+    for n, expected in gradients[0].items():
+        scale = float(expected.abs().max())
+        assert scale > 0
         torch.testing.assert_close(gradients[1][n] / scale, expected / scale, rtol=0, atol=1e-4)
 
 

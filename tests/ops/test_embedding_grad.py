@@ -95,23 +95,31 @@ def test_sorted_look_up_equals_torch(used, dtype):
 
 def test_without_a_sort_it_is_torch_bit_for_bit():
     weight, ids = torch.randn(30, 12).bfloat16(), zipf(60, 30).view(3, 20)
-    plain = run(
-        lambda w, rows, n, dtype: F.embedding(rows.ids, w).to(dtype).chunk(n, -1),
-        weight,
-        Rows(ids),
-        (0, 1, 2),
-        torch.float32,
-    )
-    ours = run(lookup_chunks, weight, rows_of(ids), (0, 1, 2), torch.float32)
-    assert torch.equal(ours[1], plain[1])
+
+    def plain(weight, rows, count, dtype):
+        return F.embedding(rows.ids, weight).to(dtype).chunk(count, dim=-1)
+
+    (_, expected), (_, got) = (run(f, weight, rows_of(ids), (0, 1, 2), torch.float32) for f in (plain, lookup_chunks))
+    assert torch.equal(got, expected)
 
 
-def test_unused_and_wide_tables():
+class Swallow(torch.autograd.Function):
+    """Values pass, gradients do not."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        return None
+
+
+def test_no_gradient_wide_tables_and_mistakes():
     ids = torch.tensor([0, 2, 2])
     weight = torch.randn(3, 4, requires_grad=True)
-    assert (
-        torch.autograd.grad(2 * weight.sum() + 0 * lookup(weight, sort_rows(ids)).detach().sum(), weight)[0].eq(2).all()
-    )
+    Swallow.apply(lookup(weight, sort_rows(ids))).sum().backward()
+    assert weight.grad is None
     wide = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)  # no kernel sums in fp64
     assert torch.autograd.gradcheck(lambda w: lookup(w, sort_rows(ids)), wide)
     with pytest.raises(ValueError, match=r"\(3, 4\) has no 3 parts"):
@@ -220,14 +228,14 @@ def test_compiled_on_a_gpu():
     @torch.compile(fullgraph=True, dynamic=False)
     def loss(words, tables, ids):
         rows = rows_of(ids)
-        x = F.rms_norm(lookup(words, rows), (64,))
+        x = F.rms_norm(lookup(words, rows), (64,), eps=1e-6)
         parts = lookup_chunks(tables, rows, 3)
         return sum((x + (k + 1) * part).float().square().sum() for k, part in enumerate(parts))
 
     ids = zipf(3000, 500).view(3, 1000).cuda()
     leaves = [torch.randn(500, n, device="cuda").bfloat16().requires_grad_() for n in (64, 192)]
     wide = [t.detach().double().requires_grad_() for t in leaves]
-    x = F.rms_norm(F.embedding(ids, wide[0]), (64,))
+    x = F.rms_norm(F.embedding(ids, wide[0]), (64,), eps=1e-6)
     parts = F.embedding(ids, wide[1]).chunk(3, dim=-1)
     expected = torch.autograd.grad(sum((x + (k + 1) * p).square().sum() for k, p in enumerate(parts)), wide)
     got, again = (torch.autograd.grad(loss(*leaves, ids), leaves) for _ in range(2))
@@ -239,8 +247,8 @@ def test_compiled_on_a_gpu():
 @pytest.mark.gpu
 def test_offsets_beyond_31_bits():
     needs_kernel()
-    if torch.cuda.mem_get_info()[0] < 20e9:
-        pytest.skip("needs 20 GB of GPU memory")
+    if torch.cuda.mem_get_info()[0] < 24e9:
+        pytest.skip("needs 24 GB of GPU memory")
     N, D = 600_000, 3840
     ids = torch.randint(N, (N,), device="cuda")
     g = torch.randn(N, D, device="cuda", dtype=torch.bfloat16)
