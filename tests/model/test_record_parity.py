@@ -62,3 +62,18 @@ def test_loss_and_gradients(model, params, long_windows, w, omega):
             atol=1e-6,
             msg=lambda m, n=name: f"{n}: {m}",
         )
+
+
+def test_evaluation(model, params):
+    """The plain loss, over all ids of the vocabulary, with windows wider than rotary positions know of."""
+    tokens, targets, _ = reference.random_lane(DIMS, torch.Generator().manual_seed(2), LENGTH, STARTS)
+    cu, wide = [0, 0, 5, 6, 21, LENGTH, LENGTH], (6, 20)  # with the empty piece before the first start
+    freqs, scale = reference.start_frequencies(DIMS), 0.1
+    for old, new in itertools.pairwise((3, 7, 11, 13)):
+        freqs, scale = reference.yarn(freqs, scale, old, new)
+    _, z = reference.forward(params, DIMS, tokens, cu, wide, freqs, scale)
+    expected = reference.loss(z, targets, [1.0], 0.0, params["prefix"]).item()
+    factor = model.set_windows((3, 7, 11, 13))
+    context = Context(Documents(torch.tensor(cu, dtype=torch.int32), LENGTH), *wide, attn_scale=0.1 * factor)
+    with torch.no_grad():
+        assert model.loss_sum(tokens[None], targets[None], context).item() == pytest.approx(expected, rel=1e-9)

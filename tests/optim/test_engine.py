@@ -14,7 +14,7 @@ from nanosprint.optim.engine import Engine
 STEPS, HALF = 20, 7  # at half time the group with every=2 is waiting with a gradient
 EVERY2 = (replace(GROUPS[0], every=2), *GROUPS[1:])
 REPLICATED = tuple(replace(g, comm="replicate") for g in GROUPS)
-ROWS = tuple(replace(g, comm="shard_sparse") if g.role == "embed" else g for g in EVERY2)
+ROWS = tuple(replace(g, comm="shard_sparse", every=2) if g.role == "embed" else g for g in GROUPS)
 CASES = {
     "clipped": (GROUPS, {"grad_clip": 0.05}),
     "turns": (EVERY2, {"lanes": 1}),
