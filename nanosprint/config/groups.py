@@ -58,7 +58,8 @@ class ParamGroup:
     weight_decay: float = 0.0
     lr_scale: float = 1.0  # multiplies lr, but not the rate that enters cautious decay a second time
     storage: Literal["fp32", "bf16", "bf16+16"] = "fp32"  # "bf16+16": the optimizer keeps the lower half of fp32
-    comm: Literal["replicate", "shard"] = field(default="shard", metadata={"hashed": False})
+    # "shard_sparse": of the gradient only rows that are not zero travel, which suits tables
+    comm: Literal["replicate", "shard", "shard_sparse"] = field(default="shard", metadata={"hashed": False})
     every: int = field(default=1, metadata={"help": "update on every n-th step, with the sum of the gradients since"})
 
 

@@ -128,7 +128,13 @@ class Rotary(nn.Module):
     def tables(self, start: int, length: int, places: int = 1) -> tuple[Tensor, Tensor]:
         """Cosines and sines (length, places * K / 2) of the tokens from `start` on.
 
-        With `places` n, token t's row holds positions n t .. n t + n - 1 side by side, for n heads in turn.
+        With `places` n, token t's row holds positions n t .. n t + n - 1 side by side, for n heads in turn. Raises
+        ValueError for tokens beyond the tables.
         """
         rows = slice(start * places, (start + length) * places)
+        if rows.stop > self.cos_SP.size(0):  # the half of what two places need would look like all that one needs
+            raise ValueError(
+                f"rotary positions end at {self.cos_SP.size(0)} and token {start + length} needs {rows.stop}: call "
+                "extend() with the longest row first"
+            )
         return self.cos_SP[rows].view(length, -1), self.sin_SP[rows].view(length, -1)

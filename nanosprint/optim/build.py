@@ -40,8 +40,8 @@ def build_parts(
     """The parts of a run, in the order of the groups; parameters become views of banks.
 
     A bank holds the parameters of a group that count in units of one shape: for Muon the matrices of their blocks, for
-    SOAP whole parameters, for Adam all of them, one number after the other. Those named in `alone` get their own.
-    Raises ValueError for a role without a group.
+    SOAP whole parameters, for Adam all of them, one number after the other, or row by row where rows are sent. Those
+    named in `alone` get their own. Raises ValueError for a role without a group.
     """
     members: dict[tuple[ParamGroup, tuple[int, ...], str | None], dict[str, Tensor]] = {}
     for name, parameter in parameters.items():
@@ -59,7 +59,7 @@ def _unit(group: ParamGroup, parameter: Tensor, blocks: int) -> tuple[int, ...]:
         return matrix_shape(parameter.shape, blocks)
     if isinstance(group.rule, SoapConfig):
         return matrix_sides(parameter) if parameter.ndim > 1 else (parameter.numel(),)
-    return ()
+    return tuple(parameter.shape[1:]) if group.comm == "shard_sparse" else ()
 
 
 def _part(group: ParamGroup, unit: tuple[int, ...], held: dict[str, Tensor], precision: Precision) -> Part:
@@ -97,6 +97,8 @@ def _optimizer(group: ParamGroup, tensors: list[Tensor], precision: Precision) -
         options |= {"lr": group.lr * group.lr_scale}
     if group.storage == "bf16+16" and not isinstance(group.rule, MuonConfig):
         raise ValueError(f"storage='bf16+16' of role {group.role!r} needs MuonConfig: take 'bf16' or 'fp32'")
+    if group.comm == "shard_sparse" and not isinstance(group.rule, AdamConfig):
+        raise ValueError(f"comm='shard_sparse' of role {group.role!r} needs AdamConfig, which takes rows: take 'shard'")
     optimizer: torch.optim.Optimizer = _RULES[type(group.rule)]([{**options, "base_lr": options["lr"]}])
     return optimizer
 

@@ -23,6 +23,7 @@ from nanosprint.optim.sharding import (
     gather_units,
     place,
     reduce_bank,
+    reduce_rows,
     sum_over_processes,
 )
 
@@ -117,7 +118,7 @@ class BankPart(Part):
         return self.bank.shards > 1
 
     def reduce(self) -> None:
-        self._reducing = reduce_bank(self.bank)
+        self._reducing = (reduce_rows if self.group.comm == "shard_sparse" else reduce_bank)(self.bank)
 
     def wait_reduced(self) -> None:
         _wait(self._reducing)

@@ -1,9 +1,10 @@
 """Who updates what, and how gradients get there and weights get back.
 
-    shard       reduce-scatter: the owner of a shard gets its gradient's sum · it updates · all-gather to everybody
-    replicate   all-reduce: everybody gets the sum · everybody does the same update · nothing to send back
+    shard         reduce-scatter: the owner of a shard gets its gradient's sum · it updates · all-gather to everybody
+    shard_sparse  the same, but of the gradient only the rows that are not zero are sent, each to its owner
+    replicate     all-reduce: everybody gets the sum · everybody does the same update · nothing to send back
 
-Both work in place on a bank's flat storages and are launched without waiting. Sharding spares state and arithmetic, and
+All work in place on a bank's flat storages and are launched without waiting. Sharding spares state and arithmetic, and
 for expensive rules time; replicating spares the second message, which is what small tensors are about.
 
 The order of messages must be the same on all processes, or they wait for each other for ever. So it follows the order
@@ -21,6 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nanosprint.optim.bank import Bank
+
+SPARSE_BELOW = 0.5  # of the rows in a dense message, sent or received by any process: above, sending all is as fast
 
 # torch 2.13 renamed both; the old names warn there and are the only ones before.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -43,6 +46,64 @@ def reduce_bank(bank: Bank) -> Any:
     if bank.shards == 1:
         return dist.all_reduce(bank.grad, async_op=True)
     return _reduce_scatter(bank.shard(bank.grad, rank), bank.grad, async_op=True)
+
+
+def reduce_rows(bank: Bank) -> Any:
+    """`reduce_bank` for a gradient most of whose rows are zero: a process sends the others to their owners.
+
+    For tables of which a step looks up a part. Rows are the bank's units, and are found in the gradient itself: a pass
+    over it, and a wait until it is complete, since the host must know how many there are. All processes learn all
+    numbers, so that they agree on when sending everything is as fast. Source: the speedrun's record #68 and #71.
+    """
+    rank, size = place()
+    if size == 1 or bank.shards == 1:
+        return reduce_bank(bank)
+    grad = bank.grad.view(size * bank.per_shard, bank.unit_size)
+    found = grad.any(dim=1).view(size, bank.per_shard)  # NaN is not zero either
+    found[rank] = False  # they are where they belong
+    rows = found.flatten().nonzero().squeeze(1)
+    counts = _tell_all(found.sum(dim=1).tolist())
+    if _busiest(counts) > SPARSE_BELOW * (size - 1) * bank.per_shard:
+        return reduce_bank(bank)
+    arriving = [to[rank] for to in counts]
+    places = torch.empty(sum(arriving), dtype=torch.int32, device=grad.device)
+    values = grad.new_empty(sum(arriving), bank.unit_size)
+    sizes = arriving, counts[rank]
+    sent = (rows % bank.per_shard).int(), grad[rows]
+    handles = [
+        dist.all_to_all_single(to, of, *sizes, async_op=True) for to, of in zip((places, values), sent, strict=True)
+    ]
+    own = grad[rank * bank.per_shard : (rank + 1) * bank.per_shard]
+    return _Rows(handles, sent, own, places.split(arriving), values.split(arriving))
+
+
+def _busiest(counts: list[list[int]]) -> int:
+    """The most rows that a process sends or receives; counts[i][j] go from i to j."""
+    return max(sum(line) for line in (*counts, *zip(*counts, strict=True)))
+
+
+class _Rows:
+    """Rows on their way to their owner; `wait` adds them to its own."""
+
+    def __init__(
+        self,
+        handles: list[Any],
+        sent: tuple[Tensor, ...],
+        own: Tensor,
+        places: Sequence[Tensor],
+        values: Sequence[Tensor],
+    ) -> None:
+        self._handles, self._sent, self._own = handles, sent, own  # what is sent must live until it has arrived
+        self._arrived = list(zip(places, values, strict=True))
+
+    def wait(self) -> None:
+        """On a GPU its stream waits, not the host."""
+        for handle in self._handles:
+            handle.wait()
+        # One sender after the other, none of which names a row twice: so the order of additions is fixed, which in bf16
+        # decides the last bits.
+        for places, values in self._arrived:
+            self._own.index_add_(0, places, values)
 
 
 def gather_bank(bank: Bank) -> Any:
@@ -89,14 +150,19 @@ def gather_sparse(gradient: Tensor | None, table: Tensor) -> Tensor:
         values = torch.zeros(0, *width, dtype=table.dtype, device=table.device)
     else:
         indices, values = gradient._indices(), gradient._values()
-    _, size = place()
-    if size > 1:
-        counts = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
-        dist.all_gather(counts, torch.tensor([values.size(0)]))  # on the CPU: no wait for the device
-        lengths = [int(n) for n in counts]
+    if place()[1] > 1:
+        lengths = [count for (count,) in _tell_all([values.size(0)])]
         indices = _gather_uneven(indices.mT, lengths).mT
         values = _gather_uneven(values, lengths)
     return torch.sparse_coo_tensor(indices, values, table.shape, check_invariants=False)
+
+
+def _tell_all(numbers: Sequence[int]) -> list[list[int]]:
+    """Every process's numbers, as many each, in the order of ranks; between CPUs, without a wait for the device."""
+    mine = torch.tensor(numbers)
+    everyone = [torch.zeros_like(mine) for _ in range(place()[1])]
+    dist.all_gather(everyone, mine)
+    return [told.tolist() for told in everyone]
 
 
 def _gather_uneven(rows: Tensor, lengths: Sequence[int]) -> Tensor:

@@ -272,7 +272,7 @@ def adam(
     betas: tuple[float, float],
     *,
     storage: Literal["fp32", "bf16"] = "fp32",
-    comm: Literal["replicate", "shard"] = "replicate",
+    comm: Literal["replicate", "shard", "shard_sparse"] = "replicate",
 ) -> ParamGroup:
     """An Adam group whose rate and decay are multiples of the common ones; it moves on every second step."""
     rule = AdamConfig(betas=betas, eps=1e-10, eps_form="uncorrected", decay="cautious")
@@ -396,7 +396,7 @@ def record(parent: Recipe, dials: Dials) -> Recipe:
         groups=(
             *muon_groups(variance_beta=0.9),
             *table_groups(),
-            adam("embed.bigram", 75, 5, (0.75, 0.95), storage="bf16", comm="shard"),
+            adam("embed.bigram", 75, 5, (0.75, 0.95), storage="bf16", comm="shard_sparse"),
             adam("scalar", 5, 0, slow),
             adam("scalar.residual", 5, 0, (0.9, 0.95)),
             adam("scalar.post", 1, 0, (0.9, 0.95)),

@@ -73,6 +73,15 @@ def test_two_places_a_token_stand_side_by_side():
     assert two.tables(3, 5)[0].shape == (5, 4)
 
 
+def test_tokens_beyond_the_tables_are_refused():
+    tables = Rotary(RotarySpec(), 8, 10, places=2)
+    for start, length, places in ((0, 20, 2), (7, 4, 2), (0, 21, 1)):
+        with pytest.raises(ValueError, match="rotary positions end at 20"):
+            tables.tables(start, length, places)
+    tables.extend(20)
+    assert tables.tables(0, 20, 2)[0].shape == (20, 8)
+
+
 def test_windows_that_make_no_sense():
     with pytest.raises(ValueError, match="yarn=true only"):
         Rotary(RotarySpec(), 8, 4).set_windows((1, 2))

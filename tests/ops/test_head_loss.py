@@ -104,6 +104,19 @@ def test_codes_do_not_depend_on_what_the_loss_is_divided_by():
     assert torch.equal(small_dw, dw * 2.0**-40)
 
 
+def test_a_weight_beyond_the_records_scale_is_clamped():
+    """1.6 is the largest that its scale holds; in E4M3, what is larger would be NaN."""
+    x, weight, labels = case(16, 16, 48, True, torch.bfloat16)
+    scales, results = Fp8Scales(100 / 448, 1.6 / 448, 0.75 / 448), []
+    for large in (1.6, 3.0, 1e4):
+        with torch.no_grad():
+            weight[2, 5] = large
+        results.append(run(x, weight, labels, softcap=CAP, in_out=True, scales=scales))
+    for result in results:
+        assert all(t.isfinite().all() for t in result)
+        assert all(torch.equal(t, first) for t, first in zip(result, results[0], strict=True))
+
+
 def test_zero_weight_is_a_uniform_loss():
     x, weight, labels = case(16, 16, 50, False, torch.bfloat16)
     with torch.no_grad():

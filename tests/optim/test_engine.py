@@ -14,9 +14,11 @@ from nanosprint.optim.engine import Engine
 STEPS, HALF = 20, 7  # at half time the group with every=2 is waiting with a gradient
 EVERY2 = (replace(GROUPS[0], every=2), *GROUPS[1:])
 REPLICATED = tuple(replace(g, comm="replicate") for g in GROUPS)
+ROWS = tuple(replace(g, comm="shard_sparse", every=2) if g.role == "embed" else g for g in GROUPS)
 CASES = {
     "clipped": (GROUPS, {"grad_clip": 0.05}),
     "turns": (EVERY2, {"lanes": 1}),
+    "rows": (ROWS, {"lanes": 1, "skips": (1, 2, 3)}),
     "replicated": (REPLICATED, {"lanes": 1, "grad_clip": 0.05}),
     "absent": (GROUPS, {"skips": (1, 2, 3)}),  # of 4 processes the second has no gradient of `out`, of 2 the first some
     "silent": (GROUPS, {"skips": range(4, 8)}),  # of 2 processes the second has none

@@ -13,7 +13,7 @@ from torch import nn
 from nanosprint.config import AdamConfig, MuonConfig, ParamGroup, Precision, SoapConfig
 from nanosprint.config.schedule import StepPlan
 from nanosprint.model.roles import Role, collect_roles
-from nanosprint.optim import build
+from nanosprint.optim import build, sharding
 from nanosprint.optim.engine import Engine
 
 LANES, LENGTH, VOCAB, DIM = 8, 5, 11, 6
@@ -130,7 +130,7 @@ def assert_same_bits(model):
 
 
 def spawn(processes, function, *arguments):
-    """function(*arguments) in several gloo processes, with banks cut from 40 numbers on."""
+    """function(*arguments) in several gloo processes, with banks cut from 40 numbers on and rows always sent."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
@@ -141,6 +141,7 @@ def _start(rank, processes, port, function, arguments):
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
     build.REPLICATE_BELOW = 40
+    sharding.SPARSE_BELOW = 2.0
     function(rank, processes, *arguments)
 
 

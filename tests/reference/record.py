@@ -244,6 +244,32 @@ def random_lane(
     return packed[:-1].clone(), packed[1:].clone(), cu + [num_tokens] * (slots - len(cu))
 
 
+def pack_lanes(
+    stream: list[int], at: int, lanes: int, num_tokens: int, longest: int, bos: int
+) -> tuple[list[tuple[torch.Tensor, torch.Tensor, list[int]]], int]:
+    """`lanes` packed lanes of `num_tokens` from position `at` of a shard on, and the position behind them.
+
+    Each lane takes documents from their BOS to the next, to `longest` tokens or until it has one token more than it
+    reads; what is cut off is skipped. The last boundary is one less than the tokens taken.
+    """
+    out = []
+    for _ in range(lanes):
+        packed: list[int] = []
+        cu = [0]
+        while len(packed) < num_tokens + 1:
+            at = stream.index(bos, at)
+            end = at + 1
+            while end < len(stream) and stream[end] != bos:
+                end += 1
+            taken = stream[at : min(end, at + longest, at + num_tokens + 1 - len(packed))]
+            packed += taken
+            cu.append(len(packed))
+            at += len(taken)
+        cu[-1] -= 1
+        out.append((torch.tensor(packed[:-1]), torch.tensor(packed[1:]), cu))
+    return out, at
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Pieces of the model
 # ---------------------------------------------------------------------------------------------------------------------
