@@ -4,11 +4,11 @@ Nothing here is imported until an operator runs on a GPU: the package works with
 reference and the tests' oracle of each kernel are in `nanosprint.ops`; block sizes are in `tuning`.
 """
 
-import functools
 import importlib.util
 
+_HAS_TRITON = importlib.util.find_spec("triton") is not None  # asked here: the compiler cannot follow the question
 
-@functools.cache
+
 def has_triton() -> bool:
     """Whether Triton can be imported; asked without importing it."""
-    return importlib.util.find_spec("triton") is not None
+    return _HAS_TRITON

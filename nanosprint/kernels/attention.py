@@ -103,15 +103,18 @@ def _store_rows(X, values, row, column, stride, T, ROWS: tl.constexpr, COLUMNS: 
 
 @triton.jit
 def _hide(scores, low, at, high, crossed, BRANCH: tl.constexpr):
-    """Scores far below any other unless low <= at <= high. Finite: a row that is hidden whole must make no NaN.
+    """Minus infinity in place of scores, unless low <= at <= high.
+
+    Not merely a large number: the product with the scale and the difference behind it become one instruction, in which
+    the product is not rounded, and what rounding took from 1e30 is large enough to overflow the exponential.
 
     `crossed` says whether a border runs through this block at all; without BRANCH nobody asks.
     """
     if BRANCH:
         if crossed:
-            scores = tl.where((low <= at) & (at <= high), scores, -1e30)
+            scores = tl.where((low <= at) & (at <= high), scores, float("-inf"))
     else:
-        scores = tl.where((low <= at) & (at <= high), scores, -1e30)
+        scores = tl.where((low <= at) & (at <= high), scores, float("-inf"))
     return scores
 
 
@@ -136,7 +139,7 @@ def _attention_forward_kernel(
         keys = n + tl.arange(0, KEYS)
         crossed = (n < highest) | (n + KEYS > start + 1)
         scores = _hide(scores, first[:, None], keys[None, :], rows[:, None], crossed, BRANCH)
-        # A row that has seen nothing yet counts hidden keys; its first real one multiplies all of that by 0.
+        # `top` is finite from the start, so that a row that has seen nothing yet makes no NaN.
         higher = tl.maximum(top, tl.max(scores, 1) * scale2)
         p = tl.exp2(scores * scale2 - higher[:, None])
         fade = tl.exp2(top - higher)
