@@ -9,7 +9,6 @@ wherever the allocator put them, so the kernel gets a table of their addresses: 
 tensor i.
 """
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +16,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from nanosprint.kernels.parts import address_table
 
 _BLOCK = 2048  # elements of a program: 8 a thread in 8 warps, two wide loads (H200: 4096 is as fast or slower)
 _ROW_TILE, _COLUMN_TILE = (16, 256), (64, 64)  # (means, elements of each read at a time); not measured yet
@@ -219,15 +220,4 @@ def _source(tensors: Sequence[Tensor]) -> Any:
     """What `_tensor` starts from: the only tensor, or a table of addresses on their device."""
     if len(tensors) == 1:
         return tensors[0]
-    device = tensors[0].device
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    return _upload(tuple(t.data_ptr() for t in tensors), device, stream)
-
-
-@functools.lru_cache(maxsize=128)
-def _upload(addresses: tuple[int, ...], device: torch.device, stream: int) -> Tensor:
-    """Parameters and momenta never move and gradients rarely, so most tables are there already.
-
-    Such a small copy from pageable memory waits for nothing; `stream` is in the key because it is ordered on that one.
-    """
-    return torch.tensor(addresses, dtype=torch.int64).to(device, non_blocking=True)
+    return address_table(tensors, tensors[0].device)

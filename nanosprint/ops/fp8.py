@@ -77,7 +77,7 @@ def fp8_linear(
     return y.view(*x.shape[:-1], weight.shape[0])
 
 
-def quantize(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+def quantize(x: Tensor, scale: float | Tensor, dtype: torch.dtype) -> Tensor:
     """x / scale in FP8 `dtype` (E4M3 or E5M2), clamped to its range first: the formula. NaN stays NaN."""
     limit = torch.finfo(dtype).max
     return (x.float() * (1 / scale)).clamp(-limit, limit).to(dtype)
