@@ -17,6 +17,7 @@ from nanosprint.config.schedule import Windows
 from nanosprint.model.block import Block
 from nanosprint.model.context import NO_CONTEXT, Context
 from nanosprint.model.embedding import Embedding
+from nanosprint.model.fp8_mlp import refresh
 from nanosprint.model.head import Head, HeadLoss
 from nanosprint.model.mixer import Cache
 from nanosprint.model.mixing import Columns, Mixture, NetLayouts
@@ -125,9 +126,16 @@ class GPT(nn.Module):
 
     def train_mlps_in_fp8(self, spec: Fp8MLPSpec) -> None:
         """Compute the MLPs' training products in FP8, from the first `refresh` on. The model must be on its device."""
-        for module in self.modules():
-            if isinstance(module, MLP):
-                module.train_in_fp8(spec)
+        for mlp in self._mlps():
+            mlp.train_in_fp8(spec)
+
+    def fuse_mlps(self) -> None:
+        """Compute the squared-ReLU MLPs that are not in FP8 by one operator each way: see `ops.linear_relu2`."""
+        for mlp in self._mlps():
+            mlp.fuse()
+
+    def _mlps(self) -> list[MLP]:
+        return [module for module in self.modules() if isinstance(module, MLP)]
 
     @torch.no_grad()
     def refresh(self, steps: int) -> None:
@@ -135,9 +143,7 @@ class GPT(nn.Module):
 
         To be called when the weights have their first values and after every update; nothing to do without FP8 MLPs.
         """
-        for module in self.modules():
-            if isinstance(module, MLP):
-                module.refresh(steps)
+        refresh(((m.fp8, m.up, m.down) for m in self._mlps() if m.fp8 is not None), steps)
 
     def extend(self, seq_len: int) -> None:
         """Make positions reach `seq_len` tokens. Raises ValueError where learned positions end earlier."""

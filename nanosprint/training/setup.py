@@ -20,6 +20,7 @@ from nanosprint.errors import UserError
 from nanosprint.model.context import NO_CONTEXT, Context
 from nanosprint.model.gpt import GPT
 from nanosprint.model.head import HeadLoss
+from nanosprint.ops import linear_relu2
 from nanosprint.ops.attention import BACKENDS
 from nanosprint.ops.fp8 import has_fp8
 from nanosprint.ops.head_loss import Fp8Scales, head_loss
@@ -145,6 +146,8 @@ def build_state(recipe: Recipe, execution: Execution, seed: int, device: torch.d
     if recipe.precision.fp8_mlp is not None and execution.fp8 != "off" and has_fp8(device):
         model.train_mlps_in_fp8(recipe.precision.fp8_mlp)
         model.refresh(0)
+    if execution.compute == "bf16" and linear_relu2.pays(device):
+        model.fuse_mlps()
     return TrainState(model, engine)
 
 
