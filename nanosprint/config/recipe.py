@@ -78,12 +78,16 @@ class Fp8HeadSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Fp8MLPSpec:
-    """Which forward products of the MLP are in FP8 in training, and how far delayed scales look ahead.
+    """Which products of the MLP are in FP8 in training, and how far delayed scales look ahead.
 
-    (Speedrun records #84 and #89.)
+    The first forward product is; the second with `down`; with `backward` those that lead to the gradients of hidden
+    units and input, too. `input` "dynamic" scales the input by its largest value, "static" by the largest that a vector
+    of RMS 1 can have, which needs no look at it. (Speedrun records #84 and #89; `backward`: its pull request 344.)
     """
 
     down: bool = True
+    backward: bool = False
+    input: Literal["dynamic", "static"] = "dynamic"
     activation_headroom: float = 1.80
     weight_headroom: float = 1.12
     bootstrap_steps: int = 16  # in which the down projection's scale is that of its present weights
@@ -311,6 +315,7 @@ class Recipe:
     def _model_numbers(self) -> list[tuple[str, Any, bool, str]]:
         """Key, value, whether it fits, and what would: of the model's constants."""
         model, fp8 = self.model, self.precision.fp8_head
+        mlp8 = self.precision.fp8_mlp
         checks = [("model.attn_scale", model.attn_scale, model.attn_scale is None or model.attn_scale > 0, "positive")]
         if model.softcap is not None:
             cap, width = model.softcap.cap, model.softcap.width
@@ -330,6 +335,13 @@ class Recipe:
                 (f"{key}.headroom", headroom, headroom >= 1, "at least 1"),
                 (f"{key}.gradient", gradient, gradient > 0, "positive"),
             ]
+        if mlp8 is not None:
+            key, bootstrap = "precision.fp8_mlp", mlp8.bootstrap_steps
+            checks += [
+                (f"{key}.{name}", getattr(mlp8, name), 1 <= getattr(mlp8, name) < float("inf"), "1 or more, and finite")
+                for name in ("activation_headroom", "weight_headroom")
+            ]
+            checks.append((f"{key}.bootstrap_steps", bootstrap, bootstrap >= 0, "0 or more"))
         return checks
 
     def _schedule_numbers(self) -> list[tuple[str, Any, bool, str]]:
@@ -394,6 +406,11 @@ class Recipe:
             if self.model.bias or any(mlp.activation != "relu2" for mlp in mlps):
                 raise ValueError(
                     "precision.fp8_mlp is for MLPs of activation relu2 without model.bias: set precision.fp8_mlp=none"
+                )
+            if precision.fp8_mlp.input == "static" and self.model.norm != "rms":
+                raise ValueError(
+                    f"precision.fp8_mlp.input=static counts on the RMS norm's bound, but model.norm={self.model.norm}: "
+                    "set input=dynamic"
                 )
             sizes += [("mlp.hidden", mlp.hidden) for mlp in mlps]
         self._validate_projections()

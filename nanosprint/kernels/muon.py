@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanosprint.kernels.tables import upload
+from nanosprint.kernels.parts import address_table
 
 _BLOCK = 2048  # elements of a program: 8 a thread in 8 warps, two wide loads (H200: 4096 is as fast or slower)
 _ROW_TILE, _COLUMN_TILE = (16, 256), (64, 64)  # (means, elements of each read at a time); not measured yet
@@ -220,4 +220,4 @@ def _source(tensors: Sequence[Tensor]) -> Any:
     """What `_tensor` starts from: the only tensor, or a table of addresses on their device."""
     if len(tensors) == 1:
         return tensors[0]
-    return upload(tuple(t.data_ptr() for t in tensors), tensors[0].device)
+    return address_table(tensors, tensors[0].device)

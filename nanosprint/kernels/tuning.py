@@ -46,6 +46,22 @@ class Tile(NamedTuple):
     warps: int
 
 
+class Persistent(NamedTuple):
+    """The same for blocks that stay, `blocks` of them on a multiprocessor, and take tile after tile.
+
+    Results leave a tile in `parts` (1 or 2) column parts. `flatten`: one loop over tiles and the summed axis.
+    """
+
+    m: int
+    n: int
+    k: int
+    stages: int
+    warps: int
+    blocks: int = 1
+    parts: int = 2
+    flatten: bool = True
+
+
 MEASURED = ((9, 0),)  # compute capabilities on which the products were timed against cuBLAS
 MIN_SIDE = 256  # shortest side of a matrix for which they were
 _HOPPER = Tile(128, 128, 64, 3, 4)
@@ -58,8 +74,8 @@ QUANTIZE = (128, 128, 4)  # rows, columns, warps of a tile: 3.65 TB/s on 49,152 
 SOFTCAP_XENT = {1: (4096, 8), 2: (4096, 16), 4: (4096, 16)}
 QK_NORM_ROTARY = (8, 4)  # tokens, warps of a program for one head: 83 % of the floor, best of seven (`bench_rotary`)
 
-# Attention. The first of each list is taken on Hopper; `bench_attention --sweep-tiles` times them all. Microseconds on an
-# H200 at 49,152 tokens, 6 heads of 128, window 640, 337 keys a query: forward 196, gradient of q 263, of k and v 295. Two
+# Attention. The first of each list is taken on Hopper; `bench_attention --sweep-tiles` times them all. Microseconds on
+# an H200 at 49,152 tokens, 6 heads of 128, window 640, 337 keys a query: forward 196, gradient of q 263, of k and v 295. Two
 # programs of 4 warps share a multiprocessor if each stays below 113 KiB, and one's exponentials run under the other's
 # products: those with 8 warps take 1.3 to 1.5 times as long.
 ATTENTION_FORWARD = (
@@ -101,6 +117,8 @@ def attention_tiles(capability: tuple[int, int]) -> tuple[AttentionTile, Attenti
     if capability not in MEASURED:
         return _ATTENTION_DEFAULT
     return ATTENTION_FORWARD[0], ATTENTION_GRADIENT_Q[0], ATTENTION_GRADIENT_KV[0]
+
+
 EMBEDDING = (128, 256, 1)  # sorted positions, columns and warps of a program: best of eight (`bench_embedding`)
 
 
@@ -125,8 +143,8 @@ class ComposeBands(NamedTuple):
 
 
 COMPOSE_WINDOW = 256  # keys: `maps` and `dmaps` hold a whole band in registers, of which wider ones need too many
-# Best of 76 on an H200 for 6 heads of 128 and a window of 112 (`bench_compose --sweep`): 49,152 tokens forward in 195 us,
-# backward in 627.
+# Best of 76 on an H200 for 6 heads of 128 and a window of 112 (`bench_compose --sweep`): 49,152 tokens forward in 195
+# us, backward in 627.
 _COMPOSE_HOPPER = ComposeBands(
     maps=Band(16, 128, 3, 4),
     read=Band(64, 32, 2, 4),
@@ -143,6 +161,44 @@ def compose_bands(capability: tuple[int, int]) -> ComposeBands:
     return _COMPOSE_HOPPER if capability == (9, 0) else _COMPOSE_DEFAULT
 
 
+# Products with squared ReLU, by what they compute (`ops.linear_relu2`): "up" and "dpre" in bf16, "up8" and "dpre8" from
+# FP8 operands. Those named in FUSED_RELU2 are one kernel; the others cuBLAS and a pass. Not measured yet: none.
+FUSED_RELU2: frozenset[str] = frozenset()
+RELU2_TILES = {
+    "up": Persistent(128, 256, 64, 4, 8),
+    "dpre": Persistent(128, 256, 64, 3, 8),
+    "up8": Persistent(128, 256, 128, 3, 8),
+    "dpre8": Persistent(128, 256, 128, 3, 8),
+}
+_RELU2_DEFAULT = Persistent(64, 64, 64, 3, 4)  # fits every card since Ampere
+RELU2_PASS = (2048, 4)  # elements at a time, warps of a block: not measured yet
+RELU2_PEAKS = 1024  # slots for the blocks' maxima, and so the most blocks
+RELU2_CANDIDATES = {  # tiles for the benchmark to try; the first of each kind is good on an H100 (records #59, #84)
+    "bf16": (
+        Persistent(128, 256, 64, 4, 8),
+        Persistent(128, 256, 64, 3, 8),
+        Persistent(128, 256, 64, 3, 8, flatten=False),
+        Persistent(128, 128, 64, 5, 8),
+        Persistent(128, 128, 64, 3, 4, blocks=2, flatten=False),
+        Persistent(128, 128, 64, 2, 4, blocks=2),
+        Persistent(256, 128, 64, 3, 8),
+    ),
+    "fp8": (
+        Persistent(128, 256, 128, 3, 8),
+        Persistent(128, 256, 128, 3, 8, flatten=False),
+        Persistent(128, 256, 64, 6, 8),
+        Persistent(128, 128, 128, 4, 8),
+        Persistent(128, 128, 64, 4, 4, blocks=2),
+        Persistent(128, 128, 64, 4, 4, blocks=2, flatten=False),
+        Persistent(128, 128, 128, 2, 4, blocks=2, flatten=False),
+        Persistent(256, 128, 128, 3, 8),
+    ),
+}
+
+REQUANTIZE = (64, 4096, 8)  # blocks a matrix, elements at a time, warps: not measured yet
+TURN_CODES = (64, 128, 4)  # rows, columns, warps of a tile of codes: not measured yet
+
+
 def symmetric_tile(side: int, capability: tuple[int, int]) -> Tile:
     """Square tile for a symmetric result of side x side."""
     if capability not in MEASURED:
@@ -153,6 +209,11 @@ def symmetric_tile(side: int, capability: tuple[int, int]) -> Tile:
 def full_tile(capability: tuple[int, int]) -> Tile:
     """Tile for a result without symmetry."""
     return _HOPPER if capability in MEASURED else _DEFAULT
+
+
+def relu2_tile(kind: str, capability: tuple[int, int]) -> Persistent:
+    """Tile for a product with squared ReLU, by what it computes."""
+    return RELU2_TILES[kind] if capability in MEASURED else _RELU2_DEFAULT
 
 
 def wins(side: int, capability: tuple[int, int]) -> bool:

@@ -9,14 +9,18 @@ pass that quantises it.
 - post, the activations: that of the forward pass before, with more headroom. Every call in training advances it, so
   it follows the micro-batches, whatever their size, and each process has its own. A checkpoint holds one of them.
 
-All of it is buffers, so checkpoints keep it and warm-up puts it back.
+The input's is measured in every call; or it is a constant, as no value of a vector of RMS 1 exceeds sqrt(D). All the
+rest is buffers, so checkpoints keep it and warm-up puts it back. A backward pass in FP8 adds turned copies of the
+weights; the scales of its gradients need no memory (`ops.fp8_mlp`).
 """
+
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 
 from nanosprint.config.recipe import Fp8MLPSpec
-from nanosprint.ops.fp8_mlp import Fp8Weights, fp8_mlp, scale_from, scale_of, to_e4m3
+from nanosprint.ops.fp8_mlp import LARGEST, Copy, Fp8Weights, fp8_mlp, requantize, scale_from
 
 _SCALES = ("up_scale", "down_scale", "next_down_scale", "post_scale")
 
@@ -28,8 +32,11 @@ class Fp8MLP(nn.Module):
     down_scale: Tensor
     next_down_scale: Tensor
     post_scale: Tensor
+    x_scale: Tensor | None
     up_codes: Tensor
     down_codes: Tensor
+    up_turned: Tensor | None
+    down_turned: Tensor | None
 
     def __init__(self, up: Tensor, spec: Fp8MLPSpec, in_out: bool) -> None:
         """up (F, D) tells sizes and device. `in_out`: the second weight is (F, D), not (D, F)."""
@@ -38,29 +45,53 @@ class Fp8MLP(nn.Module):
         hidden, dim = up.shape
         for name in _SCALES:
             self.register_buffer(name, torch.ones((), device=up.device))
+        static = torch.full((), dim**0.5 / LARGEST, device=up.device) if spec.input == "static" else None
+        self.register_buffer("x_scale", static, persistent=False)
         # Bytes: a module that is cast to another float dtype would cast FP8 buffers with it.
-        for name, shape in (("up_codes", (hidden, dim)), ("down_codes", (dim, hidden))):
-            self.register_buffer(name, torch.zeros(shape, dtype=torch.uint8, device=up.device))
+        for name, shape, wanted in (
+            ("up_codes", (hidden, dim), True),
+            ("down_codes", (dim, hidden), True),
+            ("up_turned", (dim, hidden), spec.backward),
+            ("down_turned", (hidden, dim), spec.backward or in_out),  # as `down` lies in memory: made on the way
+        ):
+            codes = torch.zeros(shape, dtype=torch.uint8, device=up.device) if wanted else None
+            self.register_buffer(name, codes, persistent=spec.backward or not name.endswith("turned"))
 
     def forward(self, x_BSD: Tensor, up: Tensor, down: Tensor) -> Tensor:
         """Training only: it advances the scale of the activations."""
         down_codes = self.down_codes if self.spec.down else None
-        copies = Fp8Weights(self.up_codes, self.up_scale, down_codes, self.down_scale, self.post_scale)
+        turned = (self.up_turned, self.down_turned) if self.spec.backward else (None, None)
+        copies = Fp8Weights(
+            self.up_codes, self.up_scale, down_codes, self.down_scale, self.post_scale, self.x_scale, *turned
+        )
         y, peak = fp8_mlp(x_BSD, up, down, copies, in_out=self.in_out)
         with torch.no_grad():
             self.post_scale.copy_(scale_from(peak, self.spec.activation_headroom))
         return y
 
-    @torch.no_grad()
-    def refresh(self, up: Tensor, down: Tensor, steps: int) -> None:
-        """Quantise the weights anew. `steps`: updates done so far, 0 for the initial values."""
-        self.up_scale.copy_(scale_of(up))
-        self.up_codes.copy_(to_e4m3(up, self.up_scale).view(torch.uint8))
-        if not self.spec.down:
-            return
-        down_DF = down.mT if self.in_out else down
-        present = scale_of(down_DF)
+    def copy_of_up(self, up: Tensor) -> Copy:
+        return Copy(up.detach(), self.up_codes, self.up_turned, self.up_scale, None)
+
+    def copy_of_down(self, down: Tensor) -> Copy:
+        codes, turned = self.down_codes, self.down_turned
+        if self.in_out:
+            assert turned is not None
+            codes, turned = turned, codes
         # What the codes are quantised with is what the product multiplies by: two buffers, for the next is known now.
-        self.down_scale.copy_(present if steps <= self.spec.bootstrap_steps else self.next_down_scale)
-        self.down_codes.copy_(to_e4m3(down_DF, self.down_scale).view(torch.uint8))
-        self.next_down_scale.copy_(present * self.spec.weight_headroom)
+        return Copy(down.detach(), codes, turned, self.down_scale, self.next_down_scale)
+
+
+@torch.no_grad()
+def refresh(mlps: Iterable[tuple[Fp8MLP, Tensor, Tensor]], steps: int) -> None:
+    """Quantise the weights (up, down) of each anew. `steps`: updates done so far, 0 for the initial values.
+
+    All at once: one by one, the host would take longer to launch that than the GPU to do it.
+    """
+    mlps = list(mlps)
+    requantize([fp8.copy_of_up(up) for fp8, up, _ in mlps])
+    by_spec: dict[Fp8MLPSpec, list[Copy]] = {}
+    for fp8, _, down in mlps:
+        if fp8.spec.down or fp8.spec.backward:
+            by_spec.setdefault(fp8.spec, []).append(fp8.copy_of_down(down))
+    for spec, copies in by_spec.items():
+        requantize(copies, fresh=steps <= spec.bootstrap_steps, headroom=spec.weight_headroom)

@@ -19,6 +19,7 @@ from nanosprint.model.attention import SelfAttention
 from nanosprint.model.block import Block
 from nanosprint.model.context import NO_CONTEXT, Context
 from nanosprint.model.embedding import Embedding
+from nanosprint.model.fp8_mlp import refresh
 from nanosprint.model.head import Head, HeadLoss
 from nanosprint.model.mixer import Cache
 from nanosprint.model.mixing import Columns, Mixture, NetLayouts
@@ -129,9 +130,16 @@ class GPT(nn.Module):
 
     def train_mlps_in_fp8(self, spec: Fp8MLPSpec) -> None:
         """Compute the MLPs' training products in FP8, from the first `refresh` on. The model must be on its device."""
-        for module in self.modules():
-            if isinstance(module, MLP):
-                module.train_in_fp8(spec)
+        for mlp in self._mlps():
+            mlp.train_in_fp8(spec)
+
+    def fuse_mlps(self) -> None:
+        """Compute the squared-ReLU MLPs that are not in FP8 by one operator each way: see `ops.linear_relu2`."""
+        for mlp in self._mlps():
+            mlp.fuse()
+
+    def _mlps(self) -> list[MLP]:
+        return [module for module in self.modules() if isinstance(module, MLP)]
 
     def train_projections_in_fp8(self, spec: Fp8ProjectionSpec, divisor: int) -> None:
         """The same of attention's projections. The loss is divided by about `divisor` before it is differentiated."""
@@ -145,13 +153,9 @@ class GPT(nn.Module):
 
         To be called when the weights have their first values and after every update; nothing to do without FP8.
         """
-        sources: list[fp8_weight.Source] = []
-        for module in self.modules():
-            if isinstance(module, MLP):
-                module.refresh(steps)
-            elif isinstance(module, SelfAttention):
-                sources += module.fp8_sources()
-        fp8_weight.refresh(sources)
+        refresh(((m.fp8, m.up, m.down) for m in self._mlps() if m.fp8 is not None), steps)
+        attentions = (module for module in self.modules() if isinstance(module, SelfAttention))
+        fp8_weight.refresh([source for attention in attentions for source in attention.fp8_sources()])
 
     def extend(self, seq_len: int) -> None:
         """Make positions reach `seq_len` tokens. Raises ValueError where learned positions end earlier."""

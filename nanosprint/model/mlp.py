@@ -11,6 +11,7 @@ from nanosprint.config.recipe import Fp8MLPSpec
 from nanosprint.model.fp8_mlp import Fp8MLP
 from nanosprint.model.linear import init_linear, init_projection, linear
 from nanosprint.model.roles import Role
+from nanosprint.ops.linear_relu2 import relu2_mlp
 
 
 def relu2(x: Tensor) -> Tensor:
@@ -45,6 +46,7 @@ class MLP(nn.Module):
         self.up_bias = nn.Parameter(torch.zeros(spec.hidden)) if config.bias else None
         self.down_bias = nn.Parameter(torch.zeros(config.dim)) if config.bias else None
         self.fp8: Fp8MLP | None = None
+        self.fused = False
 
     def init_weights(self, generator: torch.Generator) -> None:
         init_linear(self.up, self.config.init, generator)
@@ -52,16 +54,17 @@ class MLP(nn.Module):
         init_projection(down.T if self.in_out else down, self.config.init, generator, self.config.num_layers)
 
     def train_in_fp8(self, spec: Fp8MLPSpec) -> None:
-        """From now on compute training's products in FP8. `refresh` must be called before the next and ever after."""
+        """From now on compute training's products in FP8, from the first `fp8_mlp.refresh` on."""
         self.fp8 = Fp8MLP(self.up, spec, self.in_out)
 
-    def refresh(self, steps: int) -> None:
-        """See `GPT.refresh`."""
-        if self.fp8 is not None:
-            self.fp8.refresh(self.up, self.down, steps)
+    def fuse(self) -> None:
+        """From now on compute by the one operator of `ops.linear_relu2`, if it computes what the recipe asks for."""
+        self.fused = self.activation is relu2 and self.up_bias is None
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         if self.fp8 is not None and torch.is_grad_enabled():
             return self.fp8(x_BSD, self.up, self.down)
+        if self.fused:
+            return relu2_mlp(x_BSD, self.up, self.down, in_out=self.in_out)
         post = self.activation(linear(x_BSD, self.up, self.up_bias))
         return linear(post, self.down.T if self.in_out else self.down, self.down_bias)

@@ -1,4 +1,4 @@
-"""A squared-ReLU MLP whose forward products are in FP8 and whose backward pass is in the dtype of x.
+"""A squared-ReLU MLP in FP8: its forward products, and where it is asked for two of its four backward products.
 
     post = relu(x W_up^T)^2        x and W_up in E4M3, each by its own scale
     y    = post W_down             post and W_down in E4M3, by scales given beforehand; or in the dtype of x
@@ -7,28 +7,44 @@ Gradients are those of the unquantised products (straight through), from x, post
 
     dW_down = post^T g,   dpre = 2 sqrt(post) (g W_down^T),   dW_up = dpre^T x,   dx = dpre W_up
 
+With turned copies of the weights, dpre and dx come from FP8 products too, the gradients in E5M2. g is scaled by its
+largest magnitude. dpre is quantised in the same kernel that computes it, before its largest magnitude can be known.
+But no sum over the width D exceeds D times the largest terms, so
+
+    |dpre| <= 2 sqrt(max post) D max|g| max|W_down|
+
+is a scale that nothing exceeds, known beforehand, and needs no state. It is generous by some ten octaves, of which
+E5M2 has thirty-two: two bits of fraction are left of anything that counts. E4M3, with eighteen, has no such room.
+
 post is all that is kept: its root is relu(pre), and where pre is negative both are zero. T tokens, width D, F hidden
-units. The scale of x is that of the whole tensor of a call, so a call with more rows has a coarser one where rows
-differ. The order of roundings is the same on a CPU, which emulates the products in fp32.
+units. The scale of x is that of the whole tensor of a call, unless it is given; so a call with more rows has a coarser
+one where rows differ. The order of roundings is the same on a CPU, which emulates the products in fp32.
+
+Quantising x and g is left to the compiler, which merges it into what makes them. The rest is one node each way.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from nanosprint.ops.fp8 import E4M3, scaled_product
+from nanosprint.kernels import has_triton, tuning
+from nanosprint.ops.fp8 import E4M3, E5M2, quantize, scaled_product
+from nanosprint.ops.linear_relu2 import check_shapes, relu2_grad, relu2_mlp_grads, up_relu2
 
 LARGEST = 448.0  # of E4M3
+_LARGEST_GRADIENT = 57_344.0  # of E5M2
 _LEAST = 1e-12  # a maximum counts as this at least, so that no scale is zero
+_LEAST_GRADIENT = 1e-30  # the same of gradients, which a loss averaged over many tokens makes small
 
 
 class Fp8Weights(NamedTuple):
     """E4M3 copies of the weights, as bytes, and 0-D fp32 tensors that say what a code of 1 stands for.
 
     up (F, D), down (D, F): summed axis last. post_scale: the scale to use for post in this call. `down` is None where
-    the second product is not in FP8.
+    the second product is not in FP8. x_scale: that of x; None has it measured. up_turned (D, F) and down_turned (F, D):
+    the same codes, for a backward pass in FP8; both or neither.
     """
 
     up: Tensor
@@ -36,18 +52,39 @@ class Fp8Weights(NamedTuple):
     down: Tensor | None
     down_scale: Tensor
     post_scale: Tensor
+    x_scale: Tensor | None = None
+    up_turned: Tensor | None = None
+    down_turned: Tensor | None = None
+
+
+class Copy(NamedTuple):
+    """A weight (R, C) and where its E4M3 codes go, as bytes: `codes` (R, C) and `turned` (C, R) or None.
+
+    scale: 0-D fp32, what a code of 1 stands for. next_scale: the same for the next time, None where nothing lags.
+    """
+
+    weight: Tensor
+    codes: Tensor
+    turned: Tensor | None
+    scale: Tensor
+    next_scale: Tensor | None
 
 
 def fp8_mlp(x: Tensor, up: Tensor, down: Tensor, copies: Fp8Weights, *, in_out: bool = False) -> tuple[Tensor, Tensor]:
     """(y (..., D), the largest post, 0-D fp32) of x (..., D), up (F, D), down (D, F) or, with `in_out`, (F, D).
 
     y has the dtype of x and is differentiable in x, up and down. Weights are read in the backward pass, and in the
-    forward pass if `copies.down` is None. Values of post beyond 448 scales are clamped. Source: the speedrun's records
-    #59, #84, #87 and #89; So et al. 2021, arXiv:2109.08668.
+    forward pass if `copies.down` is None. Values of post beyond 448 scales are clamped, and so are those of x beyond
+    448 of a scale that is given. Raises ValueError for shapes that do not fit. Source: the speedrun's records #59, #84,
+    #87 and #89, and its pull request 344 for the backward pass; So et al. 2021, arXiv:2109.08668.
     """
+    check_shapes(x, up, down, in_out)
     flat = x.reshape(-1, x.shape[-1])
-    y, peak = _Fp8MLP.apply(flat, up, down, in_out, *copies)
-    return y.view(x.shape), peak
+    x_scale = scale_of(flat) if copies.x_scale is None else copies.x_scale
+    x8 = to_e4m3(flat.detach(), x_scale)
+    up8, up_scale, down8, down_scale, post_scale, _, *turned = copies
+    y, _, peaks = _forward(flat, up, down, x8, x_scale, up8, up_scale, down8, down_scale, post_scale, *turned, in_out)
+    return y.view(x.shape), peaks.amax()
 
 
 def scale_of(x: Tensor, headroom: float = 1.0) -> Tensor:
@@ -62,48 +99,164 @@ def scale_from(peak: Tensor, headroom: float = 1.0) -> Tensor:
 
 def to_e4m3(x: Tensor, scale: Tensor) -> Tensor:
     """x / scale in E4M3, clamped to its range first."""
-    return (x.float() * scale.reciprocal()).clamp(-LARGEST, LARGEST).to(E4M3)
+    return quantize(x, scale, E4M3)
 
 
-class _Fp8MLP(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        up: Tensor,
-        down: Tensor,
-        in_out: bool,
-        up8: Tensor,
-        up_scale: Tensor,
-        down8: Tensor | None,
-        down_scale: Tensor,
-        post_scale: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        x_scale = scale_of(x)
-        # bf16, as the products leave FP8; wider where a run computes wider
-        pre = scaled_product(to_e4m3(x, x_scale), up8.view(E4M3), x_scale, up_scale, x.dtype, fast=True)
-        post = F.relu(pre).square()
-        if down8 is None:
-            y = post @ (down if in_out else down.mT).to(x.dtype)
+def requantize(copies: Sequence[Copy], *, fresh: bool = True, headroom: float = 1.0) -> None:
+    """Renew the codes and scales of weights, in place.
+
+    The scale becomes that of the present values; where there is a `next_scale`, only if `fresh`, and otherwise what was
+    next. Then the next one becomes `headroom` times that of the present values. On a GPU: three launches for all
+    weights of a shape.
+    """
+    kinds: dict[Any, list[Copy]] = {}
+    for copy in copies:
+        kind = (copy.weight.shape, copy.weight.dtype, copy.turned is None, copy.next_scale is None)
+        kinds.setdefault(kind, []).append(copy)
+    for alike in kinds.values():
+        weight = alike[0].weight
+        if weight.is_cuda and weight.dtype != torch.float64 and has_triton():
+            from nanosprint.kernels.fp8 import requantize as kernel
+
+            kernel(alike, fresh, headroom, _LEAST)
         else:
-            post8 = to_e4m3(post, post_scale)
-            y = scaled_product(post8, down8.view(E4M3), post_scale, down_scale, x.dtype, fast=True)
-        ctx.save_for_backward(x, post, up, down)
-        ctx.in_out = in_out
-        peak = post.amax().float()
-        ctx.mark_non_differentiable(peak)
-        return y, peak
+            _requantize_formula(alike, fresh, headroom)
 
-    @staticmethod
-    def backward(ctx: Any, g: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        x, post, up, down = ctx.saved_tensors
-        g = g.contiguous()
-        down_FD = (down if ctx.in_out else down.mT).to(x.dtype)
-        grad_down = post.mT @ g if ctx.in_out else g.mT @ post
-        grad_pre = 2 * post.sqrt() * (g @ down_FD.mT)
-        return (
-            grad_pre @ up.to(x.dtype),
-            (grad_pre.mT @ x).to(up.dtype),
-            grad_down.to(down.dtype),
-            *(None,) * 6,
-        )
+
+def _requantize_formula(copies: Sequence[Copy], fresh: bool, headroom: float) -> None:
+    for weight, codes, turned, scale, next_scale in copies:
+        present = scale_of(weight)
+        scale.copy_(present if fresh or next_scale is None else next_scale)
+        codes.copy_(to_e4m3(weight.detach(), scale).view(torch.uint8))
+        if turned is not None:
+            turned.copy_(codes.mT)
+        if next_scale is not None:
+            next_scale.copy_(present * headroom)
+
+
+@torch.library.custom_op("nanosprint::fp8_mlp", mutates_args=())
+def _forward(
+    x: Tensor,
+    up: Tensor,
+    down: Tensor,
+    x8: Tensor,
+    x_scale: Tensor,
+    up8: Tensor,
+    up_scale: Tensor,
+    down8: Tensor | None,
+    down_scale: Tensor,
+    post_scale: Tensor,
+    up_turned: Tensor | None,
+    down_turned: Tensor | None,
+    in_out: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(y, post, maxima of post's parts)."""
+    scales, code_scale = (x_scale, up_scale), None if down8 is None else post_scale
+    post, post8, peaks = up_relu2(x8.contiguous(), up8.view(E4M3), x.dtype, scales, code_scale, want_peaks=True)
+    assert peaks is not None
+    if post8 is None or down8 is None:
+        return post @ (down if in_out else down.mT).to(x.dtype), post, peaks
+    y = scaled_product(post8, down8.view(E4M3), post_scale, down_scale, x.dtype, fast=True)
+    return y, post, peaks
+
+
+@_forward.register_fake
+def _(
+    x: Tensor,
+    up: Tensor,
+    down: Tensor,
+    x8: Tensor,
+    x_scale: Tensor,
+    up8: Tensor,
+    up_scale: Tensor,
+    down8: Tensor | None,
+    down_scale: Tensor,
+    post_scale: Tensor,
+    up_turned: Tensor | None,
+    down_turned: Tensor | None,
+    in_out: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    peaks = x.new_empty(tuning.RELU2_PEAKS, dtype=torch.float32)
+    return x.new_empty(x.shape), x.new_empty(x.shape[0], up.shape[0]), peaks
+
+
+@torch.library.custom_op("nanosprint::fp8_mlp_backward", mutates_args=())
+def _backward(
+    g: Tensor,
+    g8: Tensor,
+    g_scale: Tensor,
+    x: Tensor,
+    post: Tensor,
+    up_turned: Tensor,
+    up_scale: Tensor,
+    down_turned: Tensor,
+    down_scale: Tensor,
+    pre_scale: Tensor,
+    in_out: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of x, up and down in the dtype of x, those of the weights from what is not quantised.
+
+    g (T, D) and its codes g8; pre_scale: that of dpre.
+    """
+    d_down = post.mT @ g if in_out else g.mT @ post
+    d_pre, d_pre8 = relu2_grad(g8.contiguous(), down_turned.view(E4M3).mT, post, (g_scale, down_scale), pre_scale)
+    assert d_pre8 is not None
+    dx = scaled_product(d_pre8, up_turned.view(E4M3), pre_scale, up_scale, x.dtype)
+    return dx, d_pre.mT @ x, d_down
+
+
+@_backward.register_fake
+def _(
+    g: Tensor,
+    g8: Tensor,
+    g_scale: Tensor,
+    x: Tensor,
+    post: Tensor,
+    up_turned: Tensor,
+    up_scale: Tensor,
+    down_turned: Tensor,
+    down_scale: Tensor,
+    pre_scale: Tensor,
+    in_out: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    (T, D), F = x.shape, post.shape[1]
+    return x.new_empty(T, D), x.new_empty(F, D), x.new_empty((F, D) if in_out else (D, F))
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    x, up, down, _, _, _, up_scale, _, down_scale, _, up_turned, down_turned, ctx.in_out = inputs
+    _, post, peaks = output
+    ctx.save_for_backward(x, post, up, down)
+    ctx.in_fp8 = up_turned is not None
+    if ctx.in_fp8:
+        ctx.save_for_backward(x, post, up, down, peaks, up_turned, up_scale, down_turned, down_scale)
+    ctx.mark_non_differentiable(post, peaks)
+    ctx.set_materialize_grads(False)
+
+
+def _derive(ctx: Any, g: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+    if g is None:
+        return (None,) * 13
+    x, post, up, down, *rest = ctx.saved_tensors
+    g = g.contiguous()
+    if ctx.in_fp8:
+        dx, d_up, d_down = _fp8_grads(g, x, post, rest[0], rest[1:], ctx.in_out)
+    else:
+        dx, d_up, d_down = relu2_mlp_grads(g, x, post, up.to(x.dtype), down.to(x.dtype), ctx.in_out)
+    return dx, d_up.to(up.dtype), d_down.to(down.dtype), *(None,) * 10
+
+
+_forward.register_autograd(_derive, setup_context=_setup_context)
+
+
+def _fp8_grads(
+    g: Tensor, x: Tensor, post: Tensor, peaks: Tensor, copies: Sequence[Tensor], in_out: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Scales of the gradients, the codes of g, and then the operator."""
+    up_turned, up_scale, down_turned, down_scale = copies
+    g_scale = g.abs().amax().float().clamp(min=_LEAST_GRADIENT) / _LARGEST_GRADIENT
+    g8 = quantize(g, g_scale, E5M2)
+    # max|g| is 57,344 of its scale and no code of W_down is larger than 448; dpre's bound is 57,344 of its own.
+    bound = 2 * peaks.amax().sqrt() * g.shape[1] * (g_scale * _LARGEST_GRADIENT) * (down_scale * LARGEST)
+    pre_scale = bound.clamp(min=_LEAST_GRADIENT) / _LARGEST_GRADIENT
+    return _backward(g, g8, g_scale, x, post, up_turned, up_scale, down_turned, down_scale, pre_scale, in_out)

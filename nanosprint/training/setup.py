@@ -20,6 +20,7 @@ from nanosprint.errors import UserError
 from nanosprint.model.context import NO_CONTEXT, Context
 from nanosprint.model.gpt import GPT
 from nanosprint.model.head import HeadLoss
+from nanosprint.ops import linear_relu2
 from nanosprint.ops.attention import BACKENDS
 from nanosprint.ops.fp8 import has_fp8
 from nanosprint.ops.head_loss import Fp8Scales, head_loss
@@ -143,6 +144,8 @@ def build_state(recipe: Recipe, execution: Execution, seed: int, device: torch.d
     model.to(device=device, dtype=wide)
     engine = build_engine(model, recipe)
     _train_layers_in_fp8(model, recipe, execution)
+    if execution.compute == "bf16" and linear_relu2.pays(device):
+        model.fuse_mlps()
     return TrainState(model, engine)
 
 

@@ -3,8 +3,18 @@
 import pytest
 import torch
 
+from nanosprint.kernels import tuning
 from nanosprint.ops import fp8
-from nanosprint.ops.fp8_mlp import Fp8Weights, fp8_mlp, scale_from, scale_of, to_e4m3
+from nanosprint.ops.fp8_mlp import (
+    Copy,
+    Fp8Weights,
+    _requantize_formula,
+    fp8_mlp,
+    requantize,
+    scale_from,
+    scale_of,
+    to_e4m3,
+)
 from tests.ops.test_fp8 import relative
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -31,13 +41,24 @@ def case(T, D, F, in_out, device="cpu", dtype=torch.bfloat16):
     return x, up, down, g
 
 
-def copies_of(x, up, down, in_out, with_down=True):
+@pytest.fixture(params=["pass", pytest.param("fused", marks=pytest.mark.gpu)])
+def route(request, monkeypatch):
+    """All that can be fused is, or nothing. On a CPU both are the formula."""
+    if request.param == "fused":
+        if not torch.cuda.is_available():
+            pytest.skip("needs a CUDA device")
+        monkeypatch.setattr(tuning, "FUSED_RELU2", frozenset(tuning.RELU2_TILES))
+        monkeypatch.setattr(tuning, "MEASURED", (torch.cuda.get_device_capability(),))
+
+
+def copies_of(x, up, down, in_out, with_down=True, backward=False):
     """Copies as training makes them; the scale of post from exact activations, with headroom."""
     down_DF = down.detach().mT if in_out else down.detach()
     post = (x.detach().double() @ up.detach().double().mT).relu() ** 2
     up_s, down_s, post_s = scale_of(up), scale_of(down_DF), scale_from(post.max(), 1.8)
     codes = [to_e4m3(w.detach(), s).view(torch.uint8).contiguous() for w, s in ((up, up_s), (down_DF, down_s))]
-    return Fp8Weights(codes[0], up_s, codes[1] if with_down else None, down_s, post_s)
+    turned = [c.mT.contiguous() if backward else None for c in codes]
+    return Fp8Weights(codes[0], up_s, codes[1] if with_down else None, down_s, post_s, None, *turned)
 
 
 def e4m3(t, scale):
@@ -48,7 +69,7 @@ def e4m3(t, scale):
 @pytest.mark.parametrize("device", DEVICES, indirect=True)
 @pytest.mark.parametrize("in_out", LAYOUTS)
 @pytest.mark.parametrize("shape", [(64, 32, 96), (33, 16, 48), (1, 16, 16)])
-def test_rounds_where_it_says(device, in_out, shape):
+def test_rounds_where_it_says(route, device, in_out, shape):
     x, up, down, g = case(*shape, in_out, device)
     copies = copies_of(x, up, down, in_out)
     y, peak = fp8_mlp(x, up, down, copies, in_out=in_out)
@@ -72,7 +93,7 @@ def test_rounds_where_it_says(device, in_out, shape):
 
 @pytest.mark.parametrize("device", DEVICES, indirect=True)
 @pytest.mark.parametrize(("with_down", "tolerance"), [(True, 8e-2), (False, 6e-2)])
-def test_error_against_exact_products(device, with_down, tolerance):
+def test_error_against_exact_products(route, device, with_down, tolerance):
     x, up, down, g = case(256, 64, 256, True, device)
     y, _ = fp8_mlp(x, up, down, copies_of(x, up, down, True, with_down), in_out=True)
     dx, d_up, d_down = torch.autograd.grad(y, (x, up, down), g)
@@ -81,6 +102,54 @@ def test_error_against_exact_products(device, with_down, tolerance):
     assert relative(y, truth) < tolerance
     for got, expected in zip((dx, d_up, d_down), torch.autograd.grad(truth, (X, U, W), g.double()), strict=True):
         assert relative(got, expected) < 6e-2
+
+
+@pytest.mark.parametrize("device", DEVICES, indirect=True)
+@pytest.mark.parametrize("with_down", [True, False])
+@pytest.mark.parametrize("in_out", LAYOUTS)
+def test_backward_pass_in_fp8(route, device, in_out, with_down):
+    """Tokens whose gradients differ by many octaves, all of them small: each keeps its two bits of fraction."""
+    x, up, down, g = case(256, 64, 256, in_out, device)
+    g = (g.float() * 1e-7 * torch.randn(256, 1, device=device).mul(3).exp()).bfloat16()
+    grads = []
+    for backward in (False, True):
+        y, _ = fp8_mlp(x, up, down, copies_of(x, up, down, in_out, with_down, backward), in_out=in_out)
+        grads.append(torch.autograd.grad(y, (x, up, down), g))
+    X, U, W = (t.detach().double().requires_grad_() for t in (x, up, down))
+    truth = (X @ U.mT).relu() ** 2 @ (W if in_out else W.mT)
+    exact = torch.autograd.grad(truth, (X, U, W), g.double())
+    for got, expected, tolerance in zip(grads[1], exact, (0.13, 0.11, 0.06), strict=True):
+        assert relative(got, expected) < tolerance
+    assert relative(grads[0][0], exact[0]) < 6e-2 < relative(grads[1][0], exact[0])
+    assert torch.equal(grads[0][2], grads[1][2])  # what leads to the weights is not quantised again
+    errors = (grads[1][0].double() - exact[0]).norm(dim=1) / exact[0].norm(dim=1)
+    assert errors.median() < 0.13
+    assert all(got.dtype == t.dtype for got, t in zip(grads[1], (x, up, down), strict=True))
+
+
+def test_gradients_of_zero_and_of_nan_in_fp8():
+    x, up, down, g = case(32, 16, 32, True)
+    copies = copies_of(x, up, down, True, backward=True)
+    for factor in (0.0, float("nan")):
+        y, _ = fp8_mlp(x, up, down, copies, in_out=True)
+        grads = torch.autograd.grad(y, (x, up, down), g * factor)
+        assert all(t.isnan().any() if factor else not t.any() for t in grads)
+
+
+@pytest.mark.parametrize("device", DEVICES, indirect=True)
+def test_scale_of_the_input_given(route, device):
+    x, up, down, _ = case(256, 64, 256, True, device)
+    x = fp8.quantize(
+        torch.nn.functional.rms_norm(x.detach(), (64,)), torch.ones((), device=device), fp8.E4M3
+    ).bfloat16()
+    copies = copies_of(x, up, down, True)
+    given = copies._replace(x_scale=torch.full((), 2.0**-6, device=device))
+    y, peak = fp8_mlp(x, up, down, given, in_out=True)
+    measured, _ = fp8_mlp(x, up, down, copies, in_out=True)
+    X8 = x.double() @ (copies.up.view(fp8.E4M3).double() * copies.up_scale.double()).mT
+    assert peak.item() == pytest.approx(X8.relu().square().max().item(), rel=1e-2)  # by that scale x is exact
+    assert not torch.equal(y, measured)
+    assert relative(y, measured.double()) < 8e-2
 
 
 def test_fp32_activations_differ_by_their_rounding_only():
@@ -120,12 +189,13 @@ def test_zeros_and_values_beyond_the_scale(large):
 
 @pytest.mark.parametrize("device", DEVICES, indirect=True)
 @pytest.mark.parametrize("with_down", [True, False])
+@pytest.mark.parametrize("backward", [True, False])
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.gpu)])
-def test_compiled_equals_eager(device, with_down, backend):
+def test_compiled_equals_eager(device, with_down, backward, backend):
     if backend == "inductor" and device == "cpu":
         pytest.skip("slow to build on a CPU")
     x, up, down, g = case(64, 32, 48, True, device)
-    copies = copies_of(x, up, down, True, with_down)
+    copies = copies_of(x, up, down, True, with_down, backward)
     compiled = torch.compile(fp8_mlp, backend=backend, fullgraph=True)
     results = []
     for function in (fp8_mlp, compiled):
@@ -133,3 +203,85 @@ def test_compiled_equals_eager(device, with_down, backend):
         results.append((y.detach(), peak.detach(), *torch.autograd.grad(y, (x, up, down), g)))
     for a, b in zip(*results, strict=True):
         assert relative(a, b.double()) < (1e-6 if backend == "aot_eager" else 3e-2)
+
+
+def test_opcheck():
+    x, up, down, _ = case(32, 16, 48, True)
+    copies = copies_of(x, up, down, True, backward=True)
+    x_scale = scale_of(x)
+    inputs = (x, up, down, to_e4m3(x.detach(), x_scale), x_scale, *copies[:5], *copies[6:], True)
+    checks = ("test_autograd_registration", "test_faketensor")  # that of the schema multiplies FP8
+    torch.library.opcheck(torch.ops.nanosprint.fp8_mlp.default, inputs, test_utils=checks)
+
+
+def test_user_mistakes():
+    x, up, down, _ = case(4, 16, 32, True)
+    with pytest.raises(ValueError, match=r"expected \(\.\.\., D\), \(F, D\) and \(D, F\)"):
+        fp8_mlp(x, up, down, copies_of(x, up, down, True))
+
+
+def weights_and_copies(device, dtype, shapes, lags, turn):
+    """Weights, one of them zero, and stale copies."""
+
+    def stale(*shape):
+        return torch.full(shape, 77, dtype=torch.uint8, device=device)
+
+    copies = []
+    for i, (rows, cols) in enumerate(shapes):
+        codes = torch.randint(16, 120, (rows, cols)) + 128 * torch.randint(2, (rows, cols))  # 2^-5 .. 240
+        codes[0, 0] = 126  # 448
+        weight = codes.to(torch.uint8).view(fp8.E4M3).float() * 2.0 ** -(8 + i) * (i != 1)
+        scale, following = torch.ones((), device=device), torch.full((), 2.0 ** -(7 + i), device=device)
+        turned = stale(cols, rows) if turn else None
+        copies.append(Copy(weight.to(device, dtype), stale(rows, cols), turned, scale, following if lags else None))
+    return copies
+
+
+def check_requantize(device, dtype, shapes, run):
+    """`run` against the formula, on weights that E4M3 holds exactly: a rounding that differs does not count."""
+    for lags, turn, fresh in [(False, True, True), (True, True, True), (True, True, False), (True, False, False)]:
+        ours = weights_and_copies(device, dtype, shapes, lags, turn)
+        twins = [Copy(*(None if t is None else t.clone() for t in copy)) for copy in ours]
+        for _ in range(2):
+            run(ours, fresh, 2.0)
+            _requantize_formula(twins, fresh, 2.0)
+        for a, b in zip(ours, twins, strict=True):
+            for name, got, expected in zip(Copy._fields, a, b, strict=True):
+                assert got is expected is None or torch.equal(got, expected), (name, lags, turn, fresh)
+            assert not turn or torch.equal(a.turned, a.codes.mT)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_requantize_on_a_gpu(dtype):
+    if not (torch.cuda.is_available() and fp8.supports_fp8("cuda")):
+        pytest.skip("needs a GPU with FP8")
+    shapes = [(3072, 768), (3072, 768), (48, 80), (3072, 768), (768, 3072)]
+    check_requantize("cuda", dtype, shapes, lambda copies, fresh, by: requantize(copies, fresh=fresh, headroom=by))
+    weight = torch.randn(3072, 768, device="cuda").to(dtype)
+    (copy,) = weights_and_copies("cuda", dtype, [(3072, 768)], False, True)
+    copy = copy._replace(weight=weight)
+    requantize([copy])
+    assert copy.scale == scale_of(weight)
+    assert torch.equal(copy.codes, to_e4m3(weight, copy.scale).view(torch.uint8))
+    assert torch.equal(copy.turned, copy.codes.mT)
+    weight[5, 7] = float("nan")
+    requantize([copy])
+    assert copy.scale.isnan()
+
+
+def test_kernel_logic_in_the_interpreter(run_interpreted):
+    run_interpreted(__file__)
+
+
+def interpreted():
+    from nanosprint.kernels import fp8 as kernels
+    from nanosprint.ops.fp8_mlp import _LEAST
+
+    kernels.REQUANTIZE, kernels.TURN_CODES = (4, 256, 1), (16, 32, 1)  # the interpreter reduces element by element
+    for dtype in (torch.float32, torch.bfloat16):
+        check_requantize("cpu", dtype, [(24, 80)] * 3, lambda *args: kernels.requantize(*args, _LEAST))
+
+
+if __name__ == "__main__":
+    interpreted()

@@ -1,0 +1,43 @@
+"""What kernels of several files are made of."""
+
+import functools
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+FLOATS = {
+    torch.float32: tl.float32,
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+    torch.float8_e4m3fn: tl.float8e4nv,
+    torch.float8_e5m2: tl.float8e5,
+}
+
+
+@triton.jit
+def larger(a, b):
+    """The larger of two, NaN if either is; for `tl.reduce`, too, whose own maximum drops NaN."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+def address_table(tensors: Sequence[Tensor | None], device: torch.device) -> Tensor:
+    """Where tensors begin, int64 on their device; 0 for None. For kernels that work on many of them in one launch."""
+    return upload(tuple(0 if t is None else t.data_ptr() for t in tensors), device)
+
+
+def upload(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    """Whole numbers as int64 on a device, from there if they were asked for before. Not to be written to."""
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    return _upload(numbers, device, stream)
+
+
+@functools.lru_cache(maxsize=128)
+def _upload(numbers: tuple[int, ...], device: torch.device, stream: int) -> Tensor:
+    """Parameters and momenta never move and gradients rarely, so most tables are there already.
+
+    Such a small copy from pageable memory waits for nothing; `stream` is in the key because it is ordered on that one.
+    """
+    return torch.tensor(numbers, dtype=torch.int64).to(device, non_blocking=True)

@@ -1,0 +1,195 @@
+"""A squared-ReLU MLP in the dtype of its input, and its two products with something elementwise behind them.
+
+    post = relu(x up^T)^2
+    y    = post down
+    dpre = 2 sqrt(post) (g down^T)       d_up = dpre^T x,   d_down = post^T g,   dx = dpre up
+
+T tokens, width D, F hidden units. post is all that is kept for the backward pass beside x: its root is relu(pre), and
+where pre is negative both are zero.
+
+What follows the first product and the first backward product would take several passes over (T, F), the largest
+activation of a layer. On a GPU it takes one, in place, behind cuBLAS, or none where `tuning.FUSED_RELU2` says that the
+one kernel for both is faster. `up_relu2` and `relu2_grad` make that choice, for the products in FP8 of `ops.fp8_mlp`,
+too. Elsewhere the formula, which is the reference. All round at the same places, but for dpre, which kernels round
+once and the formula three times.
+"""
+
+import functools
+import logging
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanosprint.kernels import has_triton, tuning
+from nanosprint.ops.fp8 import E4M3, E5M2, quantize, scaled_product
+
+_log = logging.getLogger(__name__)
+
+Scales = tuple[Tensor, Tensor]  # what a code of 1 stands for in either operand of an FP8 product, 0-D fp32
+
+
+def relu2_mlp(x: Tensor, up: Tensor, down: Tensor, *, in_out: bool = False) -> Tensor:
+    """y (..., D) of x (..., D), up (F, D), down (D, F) or, with `in_out`, (F, D): differentiable in all three.
+
+    Weights are cast to the dtype of x, and so are their gradients until autograd casts them back. post is squared in
+    that dtype. Raises ValueError for shapes that do not fit. Source: So et al. 2021, arXiv:2109.08668; the speedrun's
+    records #59 and #87.
+    """
+    check_shapes(x, up, down, in_out)
+    y, _ = _forward(x.reshape(-1, x.shape[-1]), up.to(x.dtype), down.to(x.dtype), in_out)
+    return y.view(x.shape)
+
+
+def check_shapes(x: Tensor, up: Tensor, down: Tensor, in_out: bool) -> None:
+    expected = up.shape if in_out else up.shape[::-1]
+    if up.ndim != 2 or x.ndim < 1 or x.shape[-1] != up.shape[1] or down.shape != expected:
+        raise ValueError(
+            f"x {tuple(x.shape)}, up {tuple(up.shape)} and down {tuple(down.shape)} do not fit: expected (..., D), "
+            f"(F, D) and {'(F, D)' if in_out else '(D, F)'}"
+        )
+
+
+def pays(device: torch.device | str) -> bool:
+    """Whether `relu2_mlp` in bf16 is for this device: where the fused product was measured to beat what is compiled."""
+    return _route("up", torch.empty(0, dtype=torch.bfloat16, device=device)) == "fused"
+
+
+def up_relu2(
+    x: Tensor,
+    up: Tensor,
+    dtype: torch.dtype,
+    scales: Scales | None = None,
+    code_scale: Tensor | None = None,
+    want_peaks: bool = False,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """(post (T, F) in `dtype`, its E4M3 codes for `code_scale`, maxima) of x (T, D) and up (F, D).
+
+    Operands in FP8 where there are `scales`, else of `dtype`. The product is rounded to `dtype` before the square. The
+    maxima, (tuning.RELU2_PEAKS,) fp32, are those of parts of post: the largest of them is that of post. Codes and
+    maxima are None where not asked for. No gradients.
+    """
+    out = x.new_empty(x.shape[0], up.shape[0], dtype=dtype)
+    code = None if code_scale is None else torch.empty_like(out, dtype=E4M3)
+    peaks = x.new_empty(tuning.RELU2_PEAKS, dtype=torch.float32) if want_peaks else None
+    kind = "up" if scales is None else "up8"
+    route = _route(kind, out)
+    if route == "fused":
+        from nanosprint.kernels.linear_relu2 import relu2_product
+
+        tile = tuning.relu2_tile(kind, _capability(out))
+        relu2_product(x, up, out, tile, scales=scales, out8=code, out_scale=code_scale, peaks=peaks)
+        return out, code, peaks
+    out = _product(x, up.mT, scales, dtype)
+    if route == "pass":
+        from nanosprint.kernels.linear_relu2 import relu2_pass
+
+        relu2_pass(out, out8=code, out_scale=code_scale, peaks=peaks)
+        return out, code, peaks
+    post = F.relu(out).square()
+    if code_scale is not None:
+        code = quantize(post, code_scale, E4M3)
+    if want_peaks:
+        peaks = F.pad(post.amax().float().view(1), (0, tuning.RELU2_PEAKS - 1))
+    return post, code, peaks
+
+
+def relu2_grad(
+    g: Tensor,
+    down_DF: Tensor,
+    post: Tensor,
+    scales: Scales | None = None,
+    code_scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """(dpre (T, F) in post's dtype, its E5M2 codes for `code_scale`) of g (T, D), down and post.
+
+    down is (D, F) as the product wants it, one of whose strides is 1; in FP8, where there are `scales`, that of D.
+    """
+    code = None if code_scale is None else torch.empty_like(post, dtype=E5M2)
+    kind = "dpre" if scales is None else "dpre8"
+    route = _route(kind, post)
+    if route == "fused":
+        from nanosprint.kernels.linear_relu2 import relu2_product
+
+        out, tile, turned = torch.empty_like(post), tuning.relu2_tile(kind, _capability(post)), down_DF.stride(1) == 1
+        B = down_DF if turned else down_DF.mT
+        relu2_product(g, B, out, tile, scales=scales, post=post, out8=code, out_scale=code_scale, turned=turned)
+        return out, code
+    d_post = _product(g, down_DF, scales, post.dtype)
+    if route == "pass":
+        from nanosprint.kernels.linear_relu2 import relu2_pass
+
+        relu2_pass(d_post, post=post, out8=code, out_scale=code_scale)
+        return d_post, code
+    d_pre = 2 * post.sqrt() * d_post
+    return d_pre, None if code_scale is None else quantize(d_pre, code_scale, E5M2)
+
+
+def _product(A: Tensor, B: Tensor, scales: Scales | None, dtype: torch.dtype) -> Tensor:
+    """A (T, K) times B (K, N). Sums over the width alone: fast accumulation in FP8."""
+    return A @ B if scales is None else scaled_product(A, B.mT, *scales, dtype, fast=True)
+
+
+def _route(kind: str, out: Tensor) -> str:
+    """What computes `kind` (see `tuning.FUSED_RELU2`) into a tensor like this: "fused", "pass" or "formula"."""
+    if not out.is_cuda or torch.version.hip is not None or out.dtype == torch.float64:
+        return "formula"
+    if not (has_triton() or _without_triton()):
+        return "formula"
+    measured = kind in tuning.FUSED_RELU2 and _capability(out) in tuning.MEASURED
+    return "fused" if measured and out.dtype == torch.bfloat16 else "pass"
+
+
+def _capability(x: Tensor) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(x.device)
+
+
+@functools.cache
+def _without_triton() -> bool:
+    _log.warning("Triton is not installed: squared ReLU and its gradient take several passes over memory")
+    return False
+
+
+@torch.library.custom_op("nanosprint::relu2_mlp", mutates_args=())
+def _forward(x: Tensor, up: Tensor, down: Tensor, in_out: bool) -> tuple[Tensor, Tensor]:
+    """(y, post); all of one dtype, x (T, D)."""
+    post, _, _ = up_relu2(x.contiguous(), up.contiguous(), x.dtype)
+    return post @ (down if in_out else down.mT), post
+
+
+@_forward.register_fake
+def _(x: Tensor, up: Tensor, down: Tensor, in_out: bool) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty(x.shape[0], up.shape[0])
+
+
+@torch.library.custom_op("nanosprint::relu2_mlp_backward", mutates_args=())
+def relu2_mlp_grads(
+    g: Tensor, x: Tensor, post: Tensor, up: Tensor, down: Tensor, in_out: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of x, up and down, of one dtype and shaped as these, from that of y (T, D)."""
+    g, down = g.contiguous(), down.contiguous()
+    d_down = post.mT @ g if in_out else g.mT @ post
+    d_pre, _ = relu2_grad(g, down.mT if in_out else down, post)
+    return d_pre @ up, d_pre.mT @ x, d_down
+
+
+@relu2_mlp_grads.register_fake
+def _(g: Tensor, x: Tensor, post: Tensor, up: Tensor, down: Tensor, in_out: bool) -> tuple[Tensor, Tensor, Tensor]:
+    return x.new_empty(x.shape), up.new_empty(up.shape), down.new_empty(down.shape)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, up, down, ctx.in_out = inputs
+    ctx.save_for_backward(x, output[1], up, down)
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+
+
+def _derive(ctx: Any, g: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+    if g is None:
+        return (None,) * 4
+    return (*relu2_mlp_grads(g, *ctx.saved_tensors, ctx.in_out), None)
+
+
+_forward.register_autograd(_derive, setup_context=_setup_context)

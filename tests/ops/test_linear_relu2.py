@@ -1,0 +1,229 @@
+"""Squared ReLU behind a product, forward and backward; the kernels' logic runs here too, in Triton's interpreter."""
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
+
+from nanosprint.kernels import tuning
+from nanosprint.ops import fp8, linear_relu2
+from nanosprint.ops.linear_relu2 import relu2_grad, relu2_mlp, up_relu2
+from tests.ops.test_fp8 import relative
+
+LAYOUTS = [False, True]
+ROUTES = ["fused", "pass"]
+SIZES = [(300, 64, 208), (1, 16, 48), (1000, 768, 3072), (33, 50, 77), (256, 768, 256)]  # T, D, F
+FP8_SIZES = [size for size in SIZES if size[1] % 16 == size[2] % 16 == 0]
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def route(request, monkeypatch):
+    """All kinds computed by one kernel, or none, on a GPU."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    kinds = frozenset(tuning.RELU2_TILES) if request.param == "fused" else frozenset()
+    monkeypatch.setattr(tuning, "FUSED_RELU2", kinds)
+    monkeypatch.setattr(tuning, "MEASURED", (torch.cuda.get_device_capability(),))
+    return request.param
+
+
+def case(T, D, F, in_out, dtype, device="cpu"):
+    shapes = ((T, D), (F, D), (F, D) if in_out else (D, F), (T, D))
+    return [(torch.randn(s, dtype=torch.float64) / s[-1] ** 0.5).to(device, dtype) for s in shapes]
+
+
+@pytest.mark.parametrize("in_out", LAYOUTS)
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 1e-2)]
+)
+def test_equals_the_formula_and_its_gradients(in_out, dtype, tolerance):
+    x, up, down, g = case(21, 12, 40, in_out, dtype)
+    inputs = [t.requires_grad_() for t in (x, up, down)]
+    y = relu2_mlp(x.view(3, 7, 12), up, down, in_out=in_out)
+    wide = [t.detach().double().requires_grad_() for t in inputs]
+    truth = (wide[0] @ wide[1].mT).relu().square() @ (wide[2] if in_out else wide[2].mT)
+    assert y.dtype == dtype
+    assert relative(y.view(21, 12), truth) < tolerance
+    grads = torch.autograd.grad(y, inputs, g.view(3, 7, 12))
+    for got, expected, like in zip(grads, torch.autograd.grad(truth, wide, g.double()), inputs, strict=True):
+        assert (got.dtype, got.shape) == (like.dtype, like.shape)
+        assert relative(got, expected) < tolerance
+
+
+def test_weights_in_fp32_have_gradients_in_fp32():
+    x, up, down, _ = case(8, 16, 32, True, torch.float32)
+    up.requires_grad_(), down.requires_grad_()
+    relu2_mlp(x.bfloat16(), up, down, in_out=True).sum().backward()  # an expanded gradient
+    assert up.grad.dtype == down.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("in_out", LAYOUTS)
+def test_one_node_each_way(in_out):
+    nodes = []
+
+    def backend(graph, _):
+        nodes.append(sorted(str(n.target) for n in graph.graph.nodes if "nanosprint" in str(n.target)))
+        return make_boxed_func(graph.forward)
+
+    x, up, down, g = (t.requires_grad_() for t in case(24, 16, 32, in_out, torch.float32))
+    compiled = torch.compile(relu2_mlp, fullgraph=True, backend=aot_autograd(fw_compiler=backend))
+    y = compiled(x, up, down, in_out=in_out)
+    got = torch.autograd.grad(y, (x, up, down), g)
+    for a, b in zip(got, torch.autograd.grad(relu2_mlp(x, up, down, in_out=in_out), (x, up, down), g), strict=True):
+        torch.testing.assert_close(a, b)
+    assert nodes == [["nanosprint.relu2_mlp.default"], ["nanosprint.relu2_mlp_backward.default"]]
+
+
+def test_opcheck():
+    for in_out in LAYOUTS:
+        x, up, down, g = (t.requires_grad_() for t in case(24, 16, 32, in_out, torch.float32))
+        torch.library.opcheck(torch.ops.nanosprint.relu2_mlp.default, (x, up, down, in_out))
+        inputs = (g.detach(), x.detach(), torch.rand(24, 32), up.detach(), down.detach(), in_out)
+        torch.library.opcheck(torch.ops.nanosprint.relu2_mlp_backward.default, inputs)
+
+
+def test_user_mistakes():
+    x, up, down, _ = case(4, 16, 32, True, torch.float32)
+    with pytest.raises(ValueError, match=r"down \(32, 16\) do not fit: .*\(D, F\)"):
+        relu2_mlp(x, up, down)
+    with pytest.raises(ValueError, match=r"x \(4, 8\)"):
+        relu2_mlp(x[:, :8], up, down, in_out=True)
+
+
+def test_not_for_a_cpu():
+    assert not linear_relu2.pays("cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("route", ROUTES, indirect=True)
+@pytest.mark.parametrize("in_out", LAYOUTS)
+def test_bf16_on_a_gpu(route, in_out):
+    for T, D, F in SIZES:
+        x, up, down, g = case(T, D, F, in_out, torch.bfloat16, "cuda")
+        post, code, peaks = up_relu2(x, up, x.dtype, want_peaks=True)
+        assert code is None
+        assert peaks.max() == post.max()
+        pre = (x.double() @ up.double().mT).relu()
+        assert relative(post, pre.square()) < 6e-3
+        d_pre, _ = relu2_grad(g, down.mT if in_out else down, post)
+        truth = 2 * post.double().sqrt() * (g.double() @ (down.double().mT if in_out else down.double()))
+        assert relative(d_pre, truth) < 5e-3
+        assert not up_relu2(torch.zeros_like(x), up, x.dtype)[0].any()
+        x[T // 2, D // 2] = float("nan")
+        post, _, peaks = up_relu2(x, up, x.dtype, want_peaks=True)
+        assert post[T // 2].isnan().all()
+        assert peaks.amax().isnan()
+        assert T == 1 or post[T // 2 - 1].isfinite().all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("route", ROUTES, indirect=True)
+def test_fp8_on_a_gpu(route):
+    if not fp8.supports_fp8("cuda"):
+        pytest.skip("needs a GPU with FP8")
+    for T, D, F in FP8_SIZES:
+        x, up, down, g = case(T, D, F, True, torch.bfloat16, "cuda")
+        scales = {n: t.abs().amax().float() / 448 for n, t in (("x", x), ("up", up), ("down", down))}
+        x8, up8, down8 = (fp8.quantize(t, scales[n], fp8.E4M3) for n, t in (("x", x), ("up", up), ("down", down)))
+        code_scale = torch.tensor(1e-3, device="cuda")  # of which many values are more than 448
+        post, code, peaks = up_relu2(x8, up8, torch.bfloat16, (scales["x"], scales["up"]), code_scale, True)
+        exact = (x8.double() @ up8.double().mT).relu() * (scales["x"].double() * scales["up"].double())
+        assert relative(post, exact.square()) < 6e-3
+        assert relative(post, (x.double() @ up.double().mT).relu().square()) < 6e-2
+        assert torch.equal(code.view(torch.uint8), fp8.quantize(post, code_scale, fp8.E4M3).view(torch.uint8))
+        assert peaks.max() == post.max()
+        g_scale = g.abs().amax().float() / 57_344
+        g8 = fp8.quantize(g, g_scale, fp8.E5M2)
+        pair = (g_scale, scales["down"])
+        d_pre, code = relu2_grad(g8, down8.mT, post, pair, code_scale * 1e-3)
+        d_post = (g8.double() @ down8.double().mT) * (g_scale.double() * scales["down"].double())
+        assert relative(d_pre, 2 * post.double().sqrt() * d_post) < 5e-3
+        expected = fp8.quantize(d_pre, code_scale * 1e-3, fp8.E5M2)
+        assert torch.equal(code.view(torch.uint8), expected.view(torch.uint8))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("route", ROUTES, indirect=True)
+@pytest.mark.parametrize("in_out", LAYOUTS)
+def test_whole_mlp_on_a_gpu(route, in_out):
+    x, up, down, g = case(1000, 768, 3072, in_out, torch.bfloat16, "cuda")
+    inputs = [t.requires_grad_() for t in (x, up, down)]
+    wide = [t.detach().double().requires_grad_() for t in inputs]
+    truth = (wide[0] @ wide[1].mT).relu().square() @ (wide[2] if in_out else wide[2].mT)
+    grads = torch.autograd.grad(truth, wide, g.double())
+    for function in (relu2_mlp, torch.compile(relu2_mlp, fullgraph=True)):
+        y = function(*inputs, in_out=in_out)
+        assert relative(y, truth) < 1e-2
+        for got, expected in zip(torch.autograd.grad(y, inputs, g), grads, strict=True):
+            assert relative(got, expected) < 1e-2
+
+
+def test_kernel_logic_in_the_interpreter(run_interpreted):
+    run_interpreted(__file__)
+
+
+def interpreted():
+    """fp32 operands on sizes around the tiles' edges; fp16 stands for FP8, which the interpreter rounds wrongly."""
+    from nanosprint.kernels import linear_relu2 as kernels
+    from nanosprint.kernels.linear_relu2 import relu2_pass, relu2_product
+    from nanosprint.kernels.tuning import RELU2_PEAKS, Persistent
+
+    def fresh(*shape, dtype=torch.float32):
+        return torch.full(shape, float("nan"), dtype=dtype)
+
+    kernels.RELU2_PASS = (256, 1)  # the interpreter reduces element by element
+    tiles = (Persistent(16, 32, 16, 1, 1), Persistent(16, 16, 16, 1, 1, parts=1, blocks=2, flatten=False))
+    scales, code_scale = (torch.tensor(2.0), torch.tensor(0.25)), torch.tensor(2e-5)
+
+    def check(x, out8, result, peaks=None):
+        torch.testing.assert_close(x, result, atol=1e-4, rtol=1e-5)
+        expected = (x * code_scale.reciprocal()).clamp(-65504, 65504)
+        assert expected.abs().max() == 65504
+        assert torch.equal(out8, expected.half())
+        assert peaks is None or peaks.max() == x.max()
+
+    for tma, tile, (T, N, K) in [
+        (tma, tile, size) for tma in (True, False) for tile in tiles for size in [(72, 56, 24), (7, 88, 40)]
+    ]:
+        A, B, post = torch.randn(T, K), torch.randn(N, K), torch.rand(T, N)
+        post[T // 2] = 0.0
+        out, out8, peaks = fresh(T, N), fresh(T, N, dtype=torch.float16), fresh(RELU2_PEAKS)
+        options = {"out8": out8, "out_scale": code_scale, "tma": tma}
+        relu2_product(A, B, out, tile, scales=scales, peaks=peaks, **options)
+        check(out, out8, (0.5 * A @ B.mT).relu() ** 2, peaks)
+        for turned in (False, True):
+            out, out8 = fresh(T, N), fresh(T, N, dtype=torch.float16)
+            options["out8"] = out8
+            relu2_product(A, B.mT.contiguous() if turned else B, out, tile, post=post, turned=turned, **options)
+            check(out, out8, 2 * post.sqrt() * (A @ B.mT))
+        out, peaks = fresh(T, N), fresh(RELU2_PEAKS)
+        A[T // 2, 3] = float("nan")
+        relu2_product(A, B, out, tile, peaks=peaks, tma=tma)
+        assert out[T // 2].isnan().all()
+        assert out.isnan().sum() == N
+        assert peaks.isnan().sum() >= 1
+
+        x, out8, peaks = torch.randn(T, N), fresh(T, N, dtype=torch.float16), fresh(RELU2_PEAKS)
+        truth, backward = x.relu() ** 2, x.clone()
+        relu2_pass(x, out8=out8, out_scale=code_scale, peaks=peaks)
+        check(x, out8, truth, peaks)
+        truth = 2 * post.sqrt() * backward
+        relu2_pass(backward, post=post, out8=out8, out_scale=code_scale)
+        check(backward, out8, truth)
+    x, peaks = torch.randn(2, 500), fresh(RELU2_PEAKS)  # several blocks, the last partial
+    x[0, 0] = 9.0
+    relu2_pass(x, peaks=peaks)
+    assert peaks.max() == 81
+    x[1, 499] = float("nan")
+    relu2_pass(x, peaks=peaks)
+    assert x[1, 499].isnan()
+    assert peaks.isnan().sum() == 1
+
+
+if __name__ == "__main__":
+    interpreted()
