@@ -23,58 +23,56 @@ from nanosprint.recipes import load_recipe
 from nanosprint.training import profile
 from nanosprint.training.batch import ModelStage, random_input
 from nanosprint.training.distributed import World, pick_device
+from nanosprint.training.microbatch import micro_batches_of, rows_of
 from nanosprint.training.peak import peak
 from nanosprint.training.resolve import resolve
 from nanosprint.training.setup import build_state, compiled
 from nanosprint.training.step import train_step
-from nanosprint.training.warmup import warm_up
+from nanosprint.training.warmup import turn_of
 
 
 def measure(name: str, words: dict[str, str], steps: int, profile_steps: int) -> dict:
-    """One variant: build, warm up, time `steps` steps one by one."""
+    """One variant: build, warm up, time `steps` steps, as many at once as all groups of parameters need to move."""
     recipe = load_recipe(name, {k: v for k, v in words.items() if not k.startswith("exec.")})
     wanted = {k.removeprefix("exec."): v for k, v in words.items() if k.startswith("exec.")}
     device = pick_device(wanted.get("device", "auto"))
     world = World(0, 1, device)
     execution = resolve(apply_overrides(Execution(), wanted), recipe, world)
-    lanes, parts, started = execution.lanes_per_microbatch, execution.parts_per_microbatch, time.perf_counter()
-    micro_batches = recipe.train.lanes // lanes
+    parts, started = execution.parts_per_microbatch, time.perf_counter()
     state = build_state(recipe, execution, 0, device)
     loss_sum = compiled(state.model, execution)
-    warm_up(
-        state,
-        loss_sum,
-        replace(recipe, eval=replace(recipe.eval, batch_tokens=recipe.eval.seq_len)),
-        lanes,
-        micro_batches,
-        compiled=False,  # one graph: the others are not timed
-        parts=parts,
-    )
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
     plan = recipe.plan(recipe.train.num_steps // 2)
-    rows = plan.batch_tokens // recipe.train.lanes // plan.seq_len * lanes
+    rows = rows_of(plan.batch_tokens, recipe, execution)
+    micro_batches = micro_batches_of(plan.batch_tokens, recipe.train.lanes, execution)
     batch = random_input(recipe, plan, rows, device, ModelStage(state.model).enter(plan), parts)
 
+    turn, numbers = turn_of(recipe), itertools.count(plan.step)
+
     def step() -> None:
-        train_step(loss_sum, state, [batch] * micro_batches * parts, plan, recipe.train)
+        now = replace(plan, step=next(numbers))  # groups that move at every second step do so here
+        train_step(loss_sum, state, [batch] * micro_batches * parts, now, recipe.train)
         if device.type == "cuda":
             torch.cuda.synchronize()
 
-    step()  # its windows may want a graph of their own
-    startup_s = time.perf_counter() - started
-    times = []
-    for _ in range(steps):
-        start = time.perf_counter()
+    for _ in range(turn):
         step()
-        times.append(time.perf_counter() - start)
+    startup_s = time.perf_counter() - started
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    times = []
+    for _ in range(-(-steps // turn)):
+        start = time.perf_counter()
+        for _ in range(turn):
+            step()
+        times.append((time.perf_counter() - start) / turn)
     seconds = statistics.median(times)
     ceiling = peak(device, execution.compute)
     flops = state.model.flops_per_token(plan.seq_len, plan.windows) * plan.batch_tokens / seconds
     row = {
         "benchmark": "step", "recipe": name, "variant": words, "ms": 1000 * seconds,
         "tokens_per_s": plan.batch_tokens / seconds, "mfu": flops / ceiling.flops if ceiling.flops else None,
-        "peak": ceiling.source, "startup_s": startup_s, "lanes_per_microbatch": lanes, "compute": execution.compute,
+        "peak": ceiling.source, "startup_s": startup_s, "compute": execution.compute,
+        "tokens_per_microbatch": plan.batch_tokens // micro_batches,
         "memory_gib": torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None,
     }  # fmt: skip
     if profile_steps:
@@ -109,7 +107,7 @@ def main() -> None:
         memory = "" if row["memory_gib"] is None else f"  {row['memory_gib']:.1f} GiB"
         print(
             f"{label}: {row['ms']:.1f} ms  {row['tokens_per_s']:,.0f} tokens/s  MFU {mfu}{memory}  "
-            f"start-up {row['startup_s']:.1f} s  lanes {row['lanes_per_microbatch']}  {row['compute']}",
+            f"start-up {row['startup_s']:.1f} s  micro-batches of {row['tokens_per_microbatch']:,}  {row['compute']}",
             flush=True,
         )
         if "table" in row:
