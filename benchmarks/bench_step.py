@@ -38,6 +38,7 @@ from nanosprint.recipes import load_recipe
 from nanosprint.training import profile
 from nanosprint.training.batch import ModelInput, ModelStage, random_input
 from nanosprint.training.distributed import World, pick_device
+from nanosprint.training.microbatch import micro_batches_of, rows_of
 from nanosprint.training.peak import peak
 from nanosprint.training.resolve import resolve
 from nanosprint.training.setup import build_state, compiled, set_threads
@@ -78,13 +79,6 @@ def places(recipe: Recipe, stages: str | None, stage: int | None) -> list[Place]
     return [place for place in found if place.start < place.end]
 
 
-def lanes_per_microbatch(execution: Execution, plan: StepPlan) -> int:
-    """How many lanes the micro-batches of a step have. The one place here that knows."""
-    lanes = execution.lanes_per_microbatch
-    assert isinstance(lanes, int)
-    return lanes
-
-
 class Bench:
     """A variant of a recipe, built; its places are measured one after the other, in the order of the run."""
 
@@ -115,13 +109,11 @@ class Bench:
 
     def inputs(self, plan: StepPlan) -> list[ModelInput]:
         """All micro-batches of a step, each with documents of its own."""
-        lanes, parts = lanes_per_microbatch(self.execution, plan), self.execution.parts_per_microbatch
+        parts, scale = self.execution.parts_per_microbatch, self.stage.enter(plan)
         assert isinstance(parts, int)
-        lane_rows, scale = plan.batch_tokens // self.recipe.train.lanes // plan.seq_len, self.stage.enter(plan)
-        count = self.recipe.train.lanes // lanes * parts
-        return [
-            random_input(self.recipe, plan, lanes * lane_rows, self.device, scale, parts, seed) for seed in range(count)
-        ]
+        rows = rows_of(plan.batch_tokens, self.recipe, self.execution)
+        count = micro_batches_of(plan.batch_tokens, self.recipe.train.lanes, self.execution) * parts
+        return [random_input(self.recipe, plan, rows, self.device, scale, parts, seed) for seed in range(count)]
 
     def steps(self, place: Place) -> tuple[Callable[[], None], list[ModelInput]]:
         """A function that does the next step whenever it is called, from the place's first on, and its inputs."""
@@ -149,7 +141,8 @@ class Bench:
             **self.about, "stage": place.name, "step": place.start, "ms": ms, "batch_tokens": plan.batch_tokens,
             "us_per_token": 1e3 * ms / plan.batch_tokens, "tokens_per_s": 1e3 * plan.batch_tokens / ms,
             "mfu": flops / ceiling.flops if ceiling.flops else None, "peak": ceiling.source,
-            "lanes_per_microbatch": lanes_per_microbatch(self.execution, plan),
+            "tokens_per_microbatch": plan.batch_tokens
+            // micro_batches_of(plan.batch_tokens, self.recipe.train.lanes, self.execution),
             "memory_gib": torch.cuda.max_memory_allocated() / 2**30 if self.device.type == "cuda" else None,
             "first_step_s": first_s, "compile_s": phases, "mean_document": mean_document(inputs),
         }  # fmt: skip
@@ -223,7 +216,7 @@ def show(row: dict[str, Any], top: int) -> str:
     phases = "  ".join(f"{phase} {seconds:.1f}" for phase, seconds in row["compile_s"].items())
     lines = [
         f"{row['stage']}: {row['ms']:.1f} ms  {row['us_per_token']:.3f} us/token  {row['tokens_per_s']:,.0f} tokens/s  "
-        f"MFU {mfu}{memory}{idle}  lanes {row['lanes_per_microbatch']}{documents}  {row['compute']}",
+        f"MFU {mfu}{memory}{idle}  micro-batches of {row['tokens_per_microbatch']:,}{documents}  {row['compute']}",
         f"  start-up: built {row['build_s']:.1f} s  first step {row['first_step_s']:.1f} s, of it {phases}",
     ]
     if "kernels" in row:

@@ -49,7 +49,7 @@ def full_table(rows: Iterable[Row]) -> str:
         ("start-up, s", lambda row: f"{row['startup_s']:.0f}{'' if row['cold'] else ' (cached)'}"),
         ("steps", lambda row: str(row["steps"])),
         ("attention", lambda row: str(row["execution"]["attention"])),
-        ("lanes a micro-batch", lambda row: str(row["execution"]["lanes_per_microbatch"])),
+        ("tokens a micro-batch", lambda row: f"{row['execution']['tokens_per_microbatch']:,}"),
     ]
     chosen = [row for row in rows if row["kind"] == "full"]
     if not chosen:

@@ -29,7 +29,7 @@ def row(rung, seed, loss, setting="60s", kind="worth", **more):
         "tokens": 19_660_800, "train_s": 60.04, "startup_s": 41.2, "tokens_per_s": 327_680.4, "mfu": 0.4236,
         "memory_gib": 26.61, "val_loss": loss, "val_tokens": 1_048_576, "devices": [{"name": "H200"}],
         "versions": {"torch": "2.11"}, "commit": "abcdef0123", "dirty": False,
-        "execution": {"attention": "fa2", "lanes_per_microbatch": 1}, **more,
+        "execution": {"attention": "fa2", "tokens_per_microbatch": 65_536}, **more,
     }  # fmt: skip
 
 
@@ -114,7 +114,7 @@ def test_tables_from_rows(tmp_path):
     assert "| `gpt2` | 5.0000 | 5.1000 | 5.0500 | 0.1000 | - | - | 19.7 | 60.0 |" in first
     assert "| `gpt2-rotary` | 4.5000 | 4.7000 | 4.6000 | 0.2000 | -0.4500 (`gpt2`) | -0.4500 (`gpt2`) |" in first
     assert "| `muon` | 4.7500 | - | 4.7500 | - | +0.1500 (`gpt2-rotary`) | -0.3000 (`gpt2`) |" in first
-    assert "| `sub3` | 327,680 | - | 26.6 | 41 (cached) | 300 | fa2 | 1 |" in first
+    assert "| `sub3` | 327,680 | - | 26.6 | 41 (cached) | 300 | fa2 | 65,536 |" in first
     assert first.index("Budget 60s") < first.index("Budget 20M")
     doc.write_text(first.replace("# The ladder", "# My words"))
     ladder_table.write_table(results, doc)

@@ -146,7 +146,7 @@ class Recipe:
             lr_factor=schedule.lr.factor(step, num_steps),
             momentum=momentum,
             batch_tokens=self.train.batch_tokens,
-            seq_len=self._row(self.train.batch_tokens),
+            seq_len=self.row_tokens(self.train.batch_tokens),
             windows=None if windows is None else windows.windows(step, num_steps),
         )
 
@@ -157,7 +157,7 @@ class Recipe:
             lr_factor=stages.lr_factor(step, num_steps),
             momentum=momentum,
             batch_tokens=stage.batch_tokens,
-            seq_len=self._row(stage.batch_tokens),
+            seq_len=self.row_tokens(stage.batch_tokens),
             windows=stage.windows,
             max_document=stage.max_document if self.data.order == "documents" else None,
             loss=stages.loss(step, num_steps),
@@ -165,7 +165,7 @@ class Recipe:
             split=stages.is_split(step, num_steps),
         )
 
-    def _row(self, batch_tokens: int) -> int:
+    def row_tokens(self, batch_tokens: int) -> int:
         """Tokens of a row: a lane, where documents fill it."""
         return batch_tokens // self.train.lanes if self.data.order == "documents" else self.model.seq_len
 
@@ -184,15 +184,15 @@ class Recipe:
     @property
     def max_batch_tokens(self) -> int:
         """The most tokens that any step has."""
-        return max(self._batches().values())
+        return max(self.batches().values())
 
     @property
     def max_seq_len(self) -> int:
         """The longest row of training and validation, in tokens: as far as positions must reach."""
-        return max(self.model.seq_len, self.eval.seq_len, self._row(self.max_batch_tokens))
+        return max(self.model.seq_len, self.eval.seq_len, self.row_tokens(self.max_batch_tokens))
 
-    def _batches(self) -> dict[str, int]:
-        """Every size of a batch by its key."""
+    def batches(self) -> dict[str, int]:
+        """Tokens of a step in every stage, by their key."""
         stages = self.schedule.stages
         if stages is None:
             return {"train.batch_tokens": self.train.batch_tokens}
@@ -258,7 +258,7 @@ class Recipe:
         unit, words, numbers = lanes * seq_len, "train.lanes x model.seq_len", f"{lanes} x {seq_len}"
         if self.data.order == "documents":
             unit, words, numbers = lanes, "train.lanes", f"{lanes}"
-        for key, batch in self._batches().items():
+        for key, batch in self.batches().items():
             if batch < unit or batch % unit:
                 nearest = max(unit, round(batch / unit) * unit)
                 raise ValueError(
@@ -452,12 +452,14 @@ class Recipe:
 class Execution:
     """How a recipe is carried out. Recorded with a run, never hashed, changes nothing beyond rounding.
 
-    "auto" is resolved once, at the start of the run, and the choice is stored, so that a resumed run repeats it.
+    "auto" is resolved once, at the start of the run, and the choice is stored, so that a resumed run repeats it; only
+    lanes_per_microbatch stays "auto", since it follows the plan.
     """
 
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     gpus: int = 1  # processes, on CPU too
-    lanes_per_microbatch: int | Literal["auto"] = "auto"
+    lanes_per_microbatch: int | Literal["auto"] = "auto"  # at every step; "auto": as tokens_per_microbatch has room
+    tokens_per_microbatch: int | Literal["auto"] = "auto"  # at most; resolved, the tokens of the largest there is
     parts_per_microbatch: int | Literal["auto"] = "auto"  # that its rows are dealt to; more only where memory is short
     compute: Literal["auto", "bf16", "fp32", "fp64"] = "auto"  # never below the recipe's precision
     attention: Literal[

@@ -1,8 +1,9 @@
 """Feeding a training run: the same tokens at every step whatever the number of processes, and no waiting.
 
 A step is divided into lanes, equal runs of rows. Micro-batch m of rank r holds lanes (m * world_size + r) * k and the
-k - 1 that follow it, so that counting through micro-steps and ranks goes through the lanes in order. Every rank reads
-only its own rows; which rows those are is arithmetic (see `order`), so nothing needs to be communicated.
+k - 1 that follow it, so that counting through micro-steps and ranks goes through the lanes in order; k may differ from
+step to step. Every rank reads only its own rows; which rows those are is arithmetic (see `order`), so nothing needs to
+be communicated.
 
 A background thread assembles the next steps. On a GPU they are put together in a ring of pinned buffers and copied on
 a stream of their own; a buffer is used again only after the event recorded behind its copy, and the consumer's stream
@@ -81,11 +82,12 @@ class _Assembled:
 class TokenLoader:
     """Iterates over the steps of a run as `StepData`; use it as a context manager, or call `close`.
 
-    shards: training shards in order. plan: step number -> its shape, see `BatchShape`. lanes and lanes_per_microbatch:
-    see the module's head. order, seed: see `order`. epochs: passes over the tokens that the run may take. state: a
-    `state_after` to go on from, at any world size; start_step alone finds its place by arithmetic. prefetch: steps
-    assembled ahead. Raises ValueError, before anything is read, if the lanes cannot be dealt, a step cannot be divided,
-    the tokens are too few or `state` belongs to other data. A token id of vocab_size or more raises it on the way.
+    shards: training shards in order. plan: step number -> its shape, see `BatchShape`. lanes and lanes_per_microbatch
+    (a number, or a step's tokens -> the number for it): see the module's head. order, seed: see `order`. epochs: passes
+    over the tokens that the run may take. state: a `state_after` to go on from, at any world size and any number of
+    lanes per micro-batch; start_step alone finds its place by arithmetic. prefetch: steps assembled ahead. Raises
+    ValueError, before anything is read, if the lanes cannot be dealt, a step cannot be divided, the tokens are too few
+    or `state` belongs to other data. A token id of vocab_size or more raises it on the way.
     """
 
     def __init__(
@@ -95,7 +97,7 @@ class TokenLoader:
         *,
         num_steps: int,
         lanes: int,
-        lanes_per_microbatch: int,
+        lanes_per_microbatch: int | Callable[[int], int],
         vocab_size: int,
         rank: int = 0,
         world_size: int = 1,
@@ -111,12 +113,12 @@ class TokenLoader:
         state: dict[str, Any] | None = None,
         prefetch: int = 2,
     ) -> None:
-        _check_lanes(lanes, lanes_per_microbatch, world_size)
         if not 0 <= rank < world_size:
             raise ValueError(f"rank={rank} must lie between 0 and world_size - 1 = {world_size - 1}")
         self.device = _with_index(torch.device(device))
-        self.micro_steps = lanes // (world_size * lanes_per_microbatch)
-        self._lanes, self._k, self._rank, self._world_size = lanes, lanes_per_microbatch, rank, world_size
+        self._lanes, self._rank, self._world_size = lanes, rank, world_size
+        k = lanes_per_microbatch
+        self._lanes_of: Callable[[int], int] = k if callable(k) else lambda _: k
         self._plan, self._num_steps, self._vocab_size = plan, num_steps, vocab_size
         self._reader = _Reader(shards, vocab_size, history)
         self._document_start, self._room = document_start, (mean_document, spare_documents)
@@ -218,6 +220,7 @@ class TokenLoader:
         for step in range(self._step, self._num_steps):
             shape = self._shape(step)
             if shape != before:
+                _check_lanes(self._lanes, self._lanes_of(shape.batch_tokens), self._world_size)
                 _check_divides(step, shape, self._lanes)
             if self._order_name == "shuffled" and before is not None and before.seq_len != shape.seq_len:
                 raise ValueError(
@@ -261,11 +264,11 @@ class TokenLoader:
 
     def _assemble(self, step: int) -> _Assembled:
         shape = self._shape(step)
-        seq_len = shape.seq_len
+        seq_len, k = shape.seq_len, self._lanes_of(shape.batch_tokens)
         start = self._order.start(self._position, shape)
-        rows = shape.batch_tokens // seq_len // self._lanes * self._k  # of a micro-batch
-        tokens, targets, slot = self._buffers((self.micro_steps, rows), seq_len)
-        for m in range(self.micro_steps):
+        micro_steps, rows = self._lanes // (self._world_size * k), shape.batch_tokens // seq_len // self._lanes * k
+        tokens, targets, slot = self._buffers((micro_steps, rows), seq_len)
+        for m in range(micro_steps):
             chosen = self._order.rows(start, (m * self._world_size + self._rank) * rows, rows, shape)
             self._reader.read(chosen, tokens[m].numpy(), targets[m].numpy())
         ends, longest = self._find_documents(tokens, seq_len)

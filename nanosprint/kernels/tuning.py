@@ -75,9 +75,9 @@ SOFTCAP_XENT = {1: (4096, 8), 2: (4096, 16), 4: (4096, 16)}
 QK_NORM_ROTARY = (8, 4)  # tokens, warps of a program for one head: 83 % of the floor, best of seven (`bench_rotary`)
 
 # Attention. The first of each list is taken on Hopper; `bench_attention --sweep-tiles` times them all. Microseconds on
-# an H200 at 49,152 tokens, 6 heads of 128, window 640, 337 keys a query: forward 196, gradient of q 263, of k and v 295. Two
-# programs of 4 warps share a multiprocessor if each stays below 113 KiB, and one's exponentials run under the other's
-# products: those with 8 warps take 1.3 to 1.5 times as long.
+# an H200 at 49,152 tokens, 6 heads of 128, window 640, 337 keys a query: forward 196, gradient of q 263, of k and v
+# 295. Two programs of 4 warps share a multiprocessor if each stays below 113 KiB, and one's exponentials run under the
+# other's products: those with 8 warps take 1.3 to 1.5 times as long.
 ATTENTION_FORWARD = (
     AttentionTile(64, 64, 4, 3, descriptors=True),
     AttentionTile(64, 64, 4, 3),

@@ -27,7 +27,7 @@ from nanosprint.model.techniques.compose import compose_attention
 from nanosprint.model.techniques.head_gate import gated
 from nanosprint.model.techniques.paired_heads import apart, doubled, interleaved
 from nanosprint.model.techniques.xsa import without_own_value
-from nanosprint.ops.attention import Attention
+from nanosprint.ops.attention import Attention, Scale
 from nanosprint.ops.fp8_mlp import LARGEST
 from nanosprint.ops.key_offset import offset_keys
 from nanosprint.ops.qk_norm_rotary import qk_norm_rotary
@@ -144,7 +144,8 @@ class SelfAttention(nn.Module):
         y = self._attended(q, k, v, scale, context)
         if self.spec.compose is not None:
             w1, w2 = self.compose_mix(sources, columns), self.compose_add(sources, columns)
-            y = compose_attention(y, q, k, v, w1, w2, scale, self.spec.compose.window, context.documents)
+            window = self.spec.compose.window
+            y = compose_attention(y, q, k, v, w1, w2, scale, window, context.documents)
         if self.xsa is not None:
             y = without_own_value(y, own_v, self.xsa(sources, columns))
         if self.head_gate is not None:
@@ -219,7 +220,7 @@ class SelfAttention(nn.Module):
         summed: Tensor = self.values({**sources, "v": v.flatten(2)}, columns)
         return summed.to(v.dtype).view(v.shape)
 
-    def _attended(self, q: Tensor, k: Tensor, v: Tensor, scale: float, context: Context) -> Tensor:
+    def _attended(self, q: Tensor, k: Tensor, v: Tensor, scale: Scale, context: Context) -> Tensor:
         window, documents = context.window(self.spec.window), context.documents
         if not self.spec.paired:
             return self.attend(q, k, v, scale, window, documents)

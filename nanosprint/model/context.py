@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from nanosprint.ops.attention import Documents, Limit, as_data
+from nanosprint.ops.attention import Documents, Limit, Scale, as_data, scale_as_data
 
 _LONG_DOCUMENT = 2048  # tokens; most batches of tens of thousands of tokens hold one longer than half of that
 
@@ -26,7 +26,7 @@ class Context(NamedTuple):
     documents: Documents | None = None
     short: Limit | None = None
     long: Limit | None = None
-    attn_scale: float | None = None
+    attn_scale: Scale | None = None
     loss: LossTensors | None = None
 
     def window(self, name: str) -> Limit | None:
@@ -34,12 +34,14 @@ class Context(NamedTuple):
         return {"full": None, "short": self.short, "long": self.long}[name]
 
     def with_data(self) -> "Context":
-        """The same with limits as data, so that a compiled graph serves all values."""
-        return self._limited(as_data)
+        """The same with limits and scale as data, so that a compiled graph serves all values."""
+        scale = self.attn_scale
+        return self._limited(as_data)._replace(attn_scale=None if scale is None else scale_as_data(float(scale)))
 
     def with_ints(self) -> "Context":
-        """The same with limits as ints, each a graph of its own, and a round number for the longest document."""
-        own = self._limited(int)
+        """The same with numbers, each a graph of its own, and a round one for the longest document."""
+        scale = self.attn_scale
+        own = self._limited(int)._replace(attn_scale=None if scale is None else float(scale))
         if own.documents is None:
             return own
         longest = max(_LONG_DOCUMENT, 1 << (int(own.documents.max_seq_len) - 1).bit_length())

@@ -2,7 +2,7 @@
 
 Every back end computes softmax(scale q kᵀ) v over the keys that a query may see: those of its own document, at most
 `window` tokens to the left, none to the right (`attention_backends/contract.py`). They differ in speed and rounding,
-and in whether a compiled graph takes the window as data or is made anew for each (`Backend.bakes_limits`).
+and in whether a compiled graph takes window and scale as data or is made anew for each (`Backend.bakes_limits`).
 
 | name      | where                | documents, window | how |
 |-----------|----------------------|-------------------|-----|
@@ -24,9 +24,11 @@ from nanosprint.ops.attention_backends.contract import (
     Attention,
     Documents,
     Limit,
+    Scale,
     as_data,
     check_documents,
     pack_documents,
+    scale_as_data,
     times,
 )
 from nanosprint.ops.attention_backends.reference import reference
@@ -39,6 +41,7 @@ __all__ = [
     "Attention",
     "Documents",
     "Limit",
+    "Scale",
     "as_data",
     "available",
     "backend",
@@ -47,6 +50,7 @@ __all__ = [
     "pack_documents",
     "reference",
     "require",
+    "scale_as_data",
     "sdpa",
     "times",
 ]

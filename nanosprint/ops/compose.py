@@ -24,7 +24,7 @@ from torch import Tensor
 
 from nanosprint.kernels import has_triton
 from nanosprint.ops.attention_backends.bands import band_mask, chunked, with_chunk_before
-from nanosprint.ops.attention_backends.contract import Documents, check_inputs, first_key
+from nanosprint.ops.attention_backends.contract import Documents, Scale, check_inputs, first_key
 
 _log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ def composed_read(
     v_BSHK: Tensor,
     w1_BSH: Tensor,
     w2_BSH: Tensor,
-    scale: float,
+    scale: Scale,
     window: int,
     documents: Documents | None = None,
 ) -> Tensor:
@@ -64,7 +64,8 @@ def composed_read(
         return _last_queries(q_BSHK, k_BSHK, v_BSHK, w1_BSH, w2_BSH, scale, window)
     if q_BSHK.device.type == "cuda" and _kernels_serve(q_BSHK.dtype, q_BSHK.size(-1), window):
         first = first_key(q_BSHK.size(0), q_BSHK.size(1), window - 1, documents, q_BSHK.device)
-        out: Tensor = _composed_read(q_BSHK, k_BSHK, v_BSHK, w1_BSH, w2_BSH, first, scale, window)[0]
+        number, data = (0.0, scale) if isinstance(scale, Tensor) else (scale, None)
+        out: Tensor = _composed_read(q_BSHK, k_BSHK, v_BSHK, w1_BSH, w2_BSH, first, number, window, data)[0]
         return out
     return composed_read_reference(q_BSHK, k_BSHK, v_BSHK, w1_BSH, w2_BSH, scale, window, documents)
 
@@ -95,7 +96,7 @@ def composed_read_reference(
     v_BSHK: Tensor,
     w1_BSH: Tensor,
     w2_BSH: Tensor,
-    scale: float,
+    scale: Scale,
     window: int,
     documents: Documents | None = None,
 ) -> Tensor:
@@ -120,7 +121,7 @@ def composed_read_reference(
 
 
 def _last_queries(
-    q_BSHK: Tensor, k_BSHK: Tensor, v_BSHK: Tensor, w1_BSH: Tensor, w2_BSH: Tensor, scale: float, window: int
+    q_BSHK: Tensor, k_BSHK: Tensor, v_BSHK: Tensor, w1_BSH: Tensor, w2_BSH: Tensor, scale: Scale, window: int
 ) -> Tensor:
     """As in generation from a cache: the keys in sight, and in front of the queries as many empty ones."""
     S = q_BSHK.size(1)
@@ -132,11 +133,23 @@ def _last_queries(
 
 @torch.library.custom_op("nanosprint::composed_read", mutates_args=())
 def _composed_read(
-    q: Tensor, k: Tensor, v: Tensor, w1: Tensor, w2: Tensor, first: Tensor, scale: float, window: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    first: Tensor,
+    scale: float,
+    window: int,
+    scale_data: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(what is read, log-sum-exp, A). The kernels alone: where they do not serve, the caller takes the formula."""
+    """(what is read, log-sum-exp, A). The kernels alone: where they do not serve, the caller takes the formula.
+
+    scale_data: the scale where it is data, read on the host; then `scale` does not count.
+    """
     from nanosprint.kernels.compose import forward
 
+    scale = scale if scale_data is None else float(scale_data)
     q, k, v = (_packed(t) for t in (q, k, v))
     return forward(q, k, v, w1.contiguous(), w2.contiguous(), first.contiguous(), scale, window, _bands(q))
 
@@ -154,9 +167,11 @@ def _composed_read_backward(
     maps: Tensor,
     scale: float,
     window: int,
+    scale_data: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     from nanosprint.kernels.compose import backward
 
+    scale = scale if scale_data is None else float(scale_data)
     grad, q, k, v = (_packed(t) for t in (grad, q, k, v))
     w1, w2, first = w1.contiguous(), w2.contiguous(), first.contiguous()
     return backward(grad, q, k, v, w1, w2, first, lse, maps, scale, window, _bands(q))
@@ -179,9 +194,9 @@ def _packed(X: Tensor) -> Tensor:
 
 @_composed_read.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, w1: Tensor, w2: Tensor, first: Tensor, scale: float, window: int
+    q: Tensor, k: Tensor, v: Tensor, w1: Tensor, w2: Tensor, first: Tensor, scale: float, window: int, *_: object
 ) -> tuple[Tensor, Tensor, Tensor]:
-    B, S, H, _ = q.shape
+    B, S, H = q.shape[:3]
     columns = max(32, 1 << (window - 1).bit_length())
     lse, maps = (q.new_empty(shape, dtype=torch.float32) for shape in ((B, H, S), (B, S, columns)))
     return q.new_empty(q.shape), lse, maps
@@ -196,17 +211,18 @@ def _(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    *tensors, ctx.scale, ctx.window = inputs
+    *tensors, ctx.scale, ctx.window, scale_data = inputs
     _, lse, maps = output
-    ctx.save_for_backward(*tensors, lse, maps)
+    ctx.save_for_backward(*tensors, lse, maps, scale_data)
     ctx.mark_non_differentiable(lse, maps)
     ctx.set_materialize_grads(False)
 
 
 def _derive(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     if grad is None:
-        return (None,) * 8
-    return *_composed_read_backward(grad, *ctx.saved_tensors, ctx.scale, ctx.window), None, None, None
+        return (None,) * 9
+    *tensors, scale_data = ctx.saved_tensors
+    return *_composed_read_backward(grad, *tensors, ctx.scale, ctx.window, scale_data), *(None,) * 4
 
 
 _composed_read.register_autograd(_derive, setup_context=_setup_context)

@@ -234,7 +234,7 @@ class _Session:
         """How the run is carried out, in a few words."""
         execution = self.request.execution
         words = [f"{self.world.size} x {execution.device}", str(execution.compute), f"attention {execution.attention}"]
-        words += [f"compile {execution.compile}", f"{execution.lanes_per_microbatch} lanes a micro-batch"]
+        words += [f"compile {execution.compile}", f"micro-batches of {execution.tokens_per_microbatch:,} tokens"]
         if execution.parts_per_microbatch != 1:
             words.append(f"in {execution.parts_per_microbatch} parts")
         if execution.activation_budget != 1:

@@ -114,12 +114,13 @@ def random_input(
 ) -> ModelInput:
     """Random tokens in the shapes of a micro-batch of `rows` rows of `plan`, or one of its parts; the same each time.
 
+    In its strides, too, which a graph depends on: a single row cut out of a longer one would keep those of the longer.
     Documents, where the recipe has them, are of web-like lengths, cut at the plan's `max_document`.
     """
     generator = torch.Generator().manual_seed(seed)  # its own, so that the run's random state is not touched
     model, data, seq_len = recipe.model, recipe.data, plan.seq_len
     tokens = torch.randint(model.vocab_size, (rows, model.history + seq_len + 1), generator=generator)
-    targets = tokens[:, model.history + 1 :].contiguous()
+    targets = tokens[:, model.history + 1 :].clone(memory_format=torch.contiguous_format)
     documents = None
     if model.document_start is not None:
         ends = torch.empty(slots(rows, seq_len, data.mean_document, data.spare_documents), dtype=torch.int32)
@@ -128,7 +129,8 @@ def random_input(
         own[_document_starts(recipe, plan, rows, seed)] = model.document_start
         longest = document_ends(own.numpy(), model.document_start, ends.numpy())
         documents = DocumentEnds(ends.to(device), longest)
-    batch = Batch(tokens[:, :-1].to(device, torch.int32), targets.to(device), documents)
+    tokens = tokens[:, :-1].to(torch.int32, memory_format=torch.contiguous_format)
+    batch = Batch(tokens.to(device), targets.to(device), documents)
     return next(model_inputs([batch], plan, attn_scale, parts))
 
 

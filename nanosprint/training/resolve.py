@@ -1,6 +1,5 @@
 """Turns every "auto" of an `Execution` into the choice for this machine, once, at the start of a run."""
 
-import math
 import time
 
 import torch
@@ -12,30 +11,25 @@ from nanosprint.ops.attention import choose, require
 from nanosprint.optim.build import DTYPES
 from nanosprint.optim.sharding import from_first
 from nanosprint.training.distributed import World
+from nanosprint.training.microbatch import resolve_micro_batches
 
 _SHORT_ROW = 256  # tokens up to which a CPU is fastest with all scores at once
 _BITS = {"bf16": 16, "fp32": 32, "fp64": 64}
-_TOKENS_PER_MICROBATCH = {"cuda": 65_536, "mps": 16_384, "cpu": 16_384}
 
 
 def resolve(execution: Execution, recipe: Recipe, world: World) -> Execution:
     """The same execution with nothing left to choose. Raises UserError for what cannot work here."""
     device = world.device
     compute: str = from_first(_compute(execution, recipe, device))  # measured, so processes might differ
-    lanes = _lanes(execution, recipe, world)
     choices = {
         "device": device.type,
-        "gpus": world.size,
         "compute": compute,
         "attention": _attention(execution, recipe, world, DTYPES[compute]),
         "compile": _compile(execution, recipe, device),
         "activation_budget": _activation_budget(execution),
-        "lanes_per_microbatch": lanes,
-        "parts_per_microbatch": _parts(execution, recipe, lanes),
         "threads": torch.get_num_threads(),
     }
-    resolved: Execution = apply_overrides(execution, choices)
-    return resolved
+    return resolve_micro_batches(apply_overrides(execution, choices), recipe, world)
 
 
 def _compute(execution: Execution, recipe: Recipe, device: torch.device) -> str:
@@ -109,42 +103,3 @@ def _activation_budget(execution: Execution) -> float:
     if budget < 1 and execution.compile == "off":
         raise UserError(f"exec.activation_budget={budget:g} needs the compiler: leave exec.compile=off out")
     return budget
-
-
-def _lanes(execution: Execution, recipe: Recipe, world: World) -> int:
-    lanes = recipe.train.lanes
-    if lanes % world.size:
-        fits = [n for n in range(1, lanes + 1) if lanes % n == 0]
-        raise UserError(f"{world.size} processes cannot share train.lanes={lanes} equally: use one of {fits}")
-    mine = lanes // world.size
-    choices = [k for k in range(1, mine + 1) if mine % k == 0]
-    if execution.lanes_per_microbatch == "auto":
-        lane_tokens = recipe.max_batch_tokens // lanes
-        limit = _TOKENS_PER_MICROBATCH[world.device.type]
-        return max([k for k in choices if k * lane_tokens <= limit], default=1)
-    if execution.lanes_per_microbatch not in choices:
-        raise UserError(
-            f"exec.lanes_per_microbatch={execution.lanes_per_microbatch} does not divide the {mine} lanes of each of "
-            f"{world.size} processes: use one of {choices}"
-        )
-    return execution.lanes_per_microbatch
-
-
-def _parts(execution: Execution, recipe: Recipe, lanes: int) -> int:
-    parts = execution.parts_per_microbatch
-    if parts in ("auto", 1):
-        return 1
-    if parts not in part_choices(recipe, lanes):
-        raise UserError(
-            f"exec.parts_per_microbatch={parts} does not divide the rows of a micro-batch of {lanes} lanes: "
-            f"use one of {part_choices(recipe, lanes)}"
-        )
-    return parts
-
-
-def part_choices(recipe: Recipe, lanes: int) -> list[int]:
-    """Into how many parts of whole rows every micro-batch of `lanes` lanes can be split."""
-    plans = (recipe.plan(step) for step in range(recipe.train.num_steps))
-    shapes = {(plan.batch_tokens, plan.seq_len) for plan in plans}
-    rows = math.gcd(*(tokens // recipe.train.lanes // seq_len * lanes for tokens, seq_len in shapes))
-    return [k for k in range(1, rows + 1) if rows % k == 0]

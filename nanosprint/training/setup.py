@@ -28,14 +28,14 @@ from nanosprint.ops.softcap_xent import uses_kernel
 from nanosprint.optim.build import DTYPES
 from nanosprint.optim.sharding import from_first
 from nanosprint.training.distributed import World
+from nanosprint.training.microbatch import lanes_of, resolved, smaller
 from nanosprint.training.request import Budget, RunRequest
-from nanosprint.training.resolve import part_choices, resolve
+from nanosprint.training.resolve import resolve
 from nanosprint.training.state import TrainState, build_engine
 from nanosprint.training.step import LossSum
 from nanosprint.training.warmup import measure_step_ms, warm_up
 
 _log = logging.getLogger(__name__)
-_BUDGETS = (0.5, 0.25, 0.1)  # shares of the activations to try where memory is short: each costs a compilation
 _CALIBRATION_STEPS = 100  # at most, to find out how long a step takes
 
 
@@ -70,7 +70,7 @@ class Prepared:
     @property
     def parts(self) -> int:
         """Into how many parts a micro-batch is split; see `model_inputs`."""
-        return _resolved(self.request.execution.parts_per_microbatch)
+        return resolved(self.request.execution.parts_per_microbatch)
 
     def synchronize(self) -> None:
         """Wait until this process's device has done its work."""
@@ -212,7 +212,7 @@ def fit_to_budget(request: RunRequest, state: TrainState, loss_sum: LossSum, wor
         relative = recipe.tokens / recipe.train.num_steps / plan.batch_tokens  # a step on average, against this one
         unlimited = replace(request, recipe=endless)
         with open_loader(unlimited, data, world, num_steps=most, plan=lambda _: plan) as loader:
-            parts = _resolved(request.execution.parts_per_microbatch)
+            parts = resolved(request.execution.parts_per_microbatch)
             wait = partial(_synchronize, world.device)
             ms = measure_step_ms(state, loss_sum, recipe, plan, loader, wait, parts=parts)
         steps = int(budget.amount * 1000 / (from_first(ms) * relative))
@@ -237,14 +237,13 @@ def open_loader(
 
     plan: the shapes of steps; None: the recipe's.
     """
-    recipe, lanes = request.recipe, request.execution.lanes_per_microbatch
-    assert isinstance(lanes, int)
+    recipe = request.recipe
     return TokenLoader(
         data.train,
         plan or recipe.plan,
         num_steps=num_steps,
         lanes=recipe.train.lanes,
-        lanes_per_microbatch=lanes,
+        lanes_per_microbatch=partial(lanes_of, lanes=recipe.train.lanes, execution=request.execution),
         rank=world.rank,
         world_size=world.size,
         order=recipe.data.order,
@@ -267,71 +266,35 @@ def _warm_up_within_memory(
     while True:
         execution = request.execution
         try:
-            warm_up(
-                state,
-                loss_sum,
-                request.recipe,
-                _resolved(execution.lanes_per_microbatch),
-                _micro_batches(request.recipe, execution),
-                compiled=execution.compile != "off",
-                bakes_limits=BACKENDS[execution.attention].bakes_limits,
-                parts=_resolved(execution.parts_per_microbatch),
-            )
+            warm_up(state, loss_sum, request.recipe, execution)
             return request
         except torch.OutOfMemoryError as error:
-            smaller = _smaller(request.recipe, execution, wanted)
-            if smaller is None or world.size > 1:
+            less = smaller(request.recipe, execution, wanted)
+            if less is None or world.size > 1:
                 raise out_of_memory(request, error) from error
         # Here, where the error no longer holds on to the tensors of its frames.
-        lanes, parts, budget = smaller.lanes_per_microbatch, smaller.parts_per_microbatch, smaller.activation_budget
-        message = "a micro-batch does not fit into memory: trying %d lanes in %d parts, %g of the activations kept"
-        _log.warning(message, lanes, parts, budget)
+        tokens, parts, budget = less.tokens_per_microbatch, less.parts_per_microbatch, less.activation_budget
+        message = "a micro-batch does not fit into memory: trying %d tokens in %d parts, %g of the activations kept"
+        _log.warning(message, tokens, parts, budget)
         if budget != execution.activation_budget:
             torch._dynamo.reset()
-            _keep_activations(smaller)
-        request = replace(request, execution=smaller)
+            _keep_activations(less)
+        request = replace(request, execution=less)
         gc.collect()
         torch.cuda.empty_cache()
 
 
-def _smaller(recipe: Recipe, execution: Execution, wanted: Execution) -> Execution | None:
-    """The next that takes less memory: fewer lanes, then parts of a lane, then fewer activations kept.
-
-    None where that is not enough, or `wanted` leaves us no choice.
-    """
-    lanes, parts = (_resolved(n) for n in (execution.lanes_per_microbatch, execution.parts_per_microbatch))
-    fewer = [k for k in range(1, lanes) if lanes % k == 0 and (parts == 1 or parts in part_choices(recipe, k))]
-    if wanted.lanes_per_microbatch == "auto" and fewer:
-        return replace(execution, lanes_per_microbatch=fewer[-1])
-    more = [k for k in part_choices(recipe, lanes) if k > parts]
-    if wanted.parts_per_microbatch == "auto" and more:
-        return replace(execution, parts_per_microbatch=more[0])
-    less = [share for share in _BUDGETS if share < float(execution.activation_budget)]
-    if wanted.activation_budget == "auto" and less and execution.compile != "off":
-        return replace(execution, activation_budget=less[0])
-    return None
-
-
 def out_of_memory(request: RunRequest, error: BaseException) -> UserError:
     """The error that says which settings to lower."""
-    lanes, parts = request.execution.lanes_per_microbatch, request.execution.parts_per_microbatch
-    budget = request.execution.activation_budget
+    execution, lanes = request.execution, request.execution.lanes_per_microbatch
+    name, size = ("tokens", execution.tokens_per_microbatch) if lanes == "auto" else ("lanes", lanes)
     return UserError(
-        f"out of GPU memory: lower exec.lanes_per_microbatch (now {lanes}) or eval.batch_tokens "
-        f"(now {request.recipe.eval.batch_tokens}); with one lane of several rows, raise exec.parts_per_microbatch "
-        f"(now {parts}), with one of a single row lower exec.activation_budget (now {budget}), raise train.lanes or "
-        "lower train.batch_tokens. "
+        f"out of GPU memory: lower exec.{name}_per_microbatch (now {size}) "
+        f"or eval.batch_tokens (now {request.recipe.eval.batch_tokens}); with one lane of several rows, raise "
+        f"exec.parts_per_microbatch (now {execution.parts_per_microbatch}), with one of a single row lower "
+        f"exec.activation_budget (now {execution.activation_budget}), raise train.lanes or lower train.batch_tokens. "
         f"({str(error).splitlines()[0]})"
     )
-
-
-def _micro_batches(recipe: Recipe, execution: Execution) -> int:
-    return recipe.train.lanes // (execution.gpus * _resolved(execution.lanes_per_microbatch))
-
-
-def _resolved(choice: int | str) -> int:
-    assert isinstance(choice, int), f"{choice!r} is still to be resolved"
-    return choice
 
 
 def _synchronize(device: torch.device) -> None:

@@ -1,74 +1,90 @@
 """Run everything once before the clock starts, then put everything back.
 
-Compilation, library start-up and memory allocation happen here. The state afterwards is bit for bit the state before,
-so that warming up and training gives what training alone gives; a test holds this.
+Compilation, library start-up and memory allocation happen here. What a training run meets on its way and this one must
+have met before: every graph; steps at which a group of parameters moves and steps at which it waits; an embedding tied
+to the head, the step at which they part, and their first updates apart. The state afterwards is bit for bit the state
+before, so that warming up and training gives what training alone gives; a test holds this.
 """
 
+import math
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 
 import torch
 
-from nanosprint.config.recipe import Recipe
+from nanosprint.config.recipe import Execution, Recipe
 from nanosprint.config.schedule import StepPlan
 from nanosprint.data.loader import StepData
+from nanosprint.ops.attention import BACKENDS
 from nanosprint.optim.sharding import from_first
 from nanosprint.training.batch import ModelStage, model_inputs, random_input
+from nanosprint.training.microbatch import micro_batches_of, resolved, rows_of
 from nanosprint.training.state import TrainState
 from nanosprint.training.step import LossSum, train_step
 
 Synchronize = Callable[[], None]
 
 
-def warm_up(
-    state: TrainState,
-    loss_sum: LossSum,
-    recipe: Recipe,
-    lanes: int,
-    micro_batches: int,
-    *,
-    compiled: bool,
-    bakes_limits: bool = True,
-    parts: int = 1,
-) -> None:
-    """Train and validate on random tokens once, or once for every graph of a compiled run, then restore `state`.
+def warm_up(state: TrainState, loss_sum: LossSum, recipe: Recipe, execution: Execution) -> None:
+    """Train and validate on random tokens, then restore `state`: every kind of step, with each of its graphs.
 
-    bakes_limits: whether a graph holds its windows. parts: see `model_inputs`.
+    Steps come in their order, so that what one leaves for the next, such as a tie that has ended, is as in training.
     """
-    saved = state.snapshot()
+    saved, stage = state.snapshot(), ModelStage(state.model)
+    device, parts = state.model.embed.weight.device, resolved(execution.parts_per_microbatch)
     rows = validation_batch_tokens(recipe, parts) // recipe.eval.seq_len
-    num_steps, stage = recipe.train.num_steps, ModelStage(state.model)
-    train_steps, val_steps = (range(num_steps), validation_steps(recipe)) if compiled else ([0], [num_steps])
-    training = new_graphs((recipe.plan(step) for step in train_steps), bakes_limits)
-    validation = new_graphs((recipe.eval_plan(step) for step in val_steps), bakes_limits)
     try:
-        for plan in training:
+        for plan in training_visits(recipe, execution):
             state.step = plan.step
-            _random_step(state, loss_sum, recipe, plan, stage.enter(plan), lanes, micro_batches, parts)
+            _random_step(state, loss_sum, recipe, execution, plan, stage.enter(plan))
         with torch.no_grad():
-            for plan in validation:
-                device = state.model.embed.weight.device
+            for plan in validation_visits(recipe, execution):
                 loss_sum(*random_input(recipe, plan, rows, device, stage.enter(plan)))
     finally:
         state.put_back(saved)
 
 
-def new_graphs(plans: Iterable[StepPlan], bakes_limits: bool) -> list[StepPlan]:
-    """Those of `plans` that bring a new shape or constant, so that a compiled model needs another graph.
+def training_visits(recipe: Recipe, execution: Execution) -> list[StepPlan]:
+    """The first step of every kind: of its graph, of the groups that move, and of embedding and head tied or apart."""
+    turn = turn_of(recipe)
 
-    Windows and the longest document are constants where the attention back end bakes its limits, and data elsewhere.
-    """
-    seen: set[tuple[object, ...]] = set()
-    first = []
+    def kind(plan: StepPlan) -> Hashable:
+        # They part at the first update after the plan has said so, which is at most a turn later.
+        apart = plan.step >= turn and recipe.plan(plan.step - turn).split
+        return graph_of(plan, execution), plan.step % turn, plan.split, apart
+
+    return first_of_each((recipe.plan(step) for step in range(recipe.train.num_steps)), kind)
+
+
+def turn_of(recipe: Recipe) -> int:
+    """Steps in which every group of parameters moves at least once, and always the same ones in the same order."""
+    return math.lcm(*(group.every for group in recipe.groups))
+
+
+def validation_visits(recipe: Recipe, execution: Execution) -> list[StepPlan]:
+    """The first validation with each graph."""
+    plans = (recipe.eval_plan(step) for step in validation_steps(recipe))
+    return first_of_each(plans, lambda plan: graph_of(plan, execution))
+
+
+def first_of_each(plans: Iterable[StepPlan], kind: Callable[[StepPlan], Hashable]) -> list[StepPlan]:
+    """Those of `plans` that are the first of their kind."""
+    firsts: dict[Hashable, StepPlan] = {}
     for plan in plans:
-        loss = None if plan.loss is None else (len(plan.loss.tokens), plan.loss.prefix > 0)
-        limits = (plan.windows, plan.max_document) if bakes_limits else None
-        key = (plan.batch_tokens, plan.seq_len, limits, plan.yarn, loss)
-        if key not in seen:
-            seen.add(key)
-            first.append(plan)
-    return first
+        firsts.setdefault(kind(plan), plan)
+    return list(firsts.values())
+
+
+def graph_of(plan: StepPlan, execution: Execution) -> Hashable:
+    """What of a plan its compiled graph depends on; where nothing is compiled, its shapes.
+
+    Windows, the longest document and the scale of scores are constants of a graph where the attention back end bakes
+    its limits, and data elsewhere.
+    """
+    loss = None if plan.loss is None else (len(plan.loss.tokens), plan.loss.prefix > 0)
+    bakes = execution.compile != "off" and BACKENDS[execution.attention].bakes_limits
+    return plan.batch_tokens, plan.seq_len, loss, (plan.windows, plan.max_document, plan.yarn) if bakes else None
 
 
 def validation_batch_tokens(recipe: Recipe, parts: int) -> int:
@@ -118,13 +134,13 @@ def _random_step(
     state: TrainState,
     loss_sum: LossSum,
     recipe: Recipe,
+    execution: Execution,
     plan: StepPlan,
     attn_scale: float | None,
-    lanes: int,
-    micro_batches: int,
-    parts: int,
 ) -> None:
-    rows = plan.batch_tokens // recipe.train.lanes // plan.seq_len * lanes
-    device = state.model.embed.weight.device
-    batches = (random_input(recipe, plan, rows, device, attn_scale, parts) for _ in range(micro_batches * parts))
+    """A step of random tokens, of two micro-batches at most: the last is another case than those before, no more."""
+    parts, device = resolved(execution.parts_per_microbatch), state.model.embed.weight.device
+    rows = rows_of(plan.batch_tokens, recipe, execution)
+    count = min(2, micro_batches_of(plan.batch_tokens, recipe.train.lanes, execution) * parts)
+    batches = (random_input(recipe, plan, rows, device, attn_scale, parts) for _ in range(count))
     train_step(loss_sum, state, batches, plan, recipe.train)

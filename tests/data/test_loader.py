@@ -95,6 +95,30 @@ def constant_plan(step):
     return SimpleNamespace(batch_tokens=BATCH, seq_len=SEQ_LEN)
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_lanes_per_micro_batch_may_follow_the_plan(shards, world_size):
+    """Four lanes at once while steps are small, then two: the same lanes, and a state that knows nothing of it."""
+
+    def lanes_per_microbatch(batch_tokens):
+        return 4 if batch_tokens == BATCH else 2
+
+    ranks = [
+        read(shards, rank=r, world_size=world_size, lanes_per_microbatch=lanes_per_microbatch)
+        for r in range(world_size)
+    ]
+    for step, alone in enumerate(read(shards)):
+        together, k = [rank[step] for rank in ranks], 4 if step < 4 else 2
+        assert {len(data.micro_batches) for data in together} == {LANES // (world_size * k)}
+        assert {b.tokens.shape[0] for data in together for b in data.micro_batches} == {2 * k if step < 4 else 4 * k}
+        assert lanes_of(together, k) == lanes_of([alone], 1)
+        assert all(data.state_after == alone.state_after for data in together)
+
+
+def test_lanes_that_cannot_be_dealt_at_a_later_step_are_refused_at_once(shards):
+    with pytest.raises(ValueError, match=r"lanes_per_microbatch=3 .* use 1, 2, 4 or 8"):
+        loader(shards, lanes_per_microbatch=lambda batch_tokens: 1 if batch_tokens == BATCH else 3)
+
+
 @pytest.mark.parametrize("order", ["sequential", "shuffled"])
 @pytest.mark.parametrize("stop", [1, 3, 5])
 def test_resume_equals_uninterrupted(shards, order, stop):

@@ -120,6 +120,23 @@ def test_the_same_lanes_for_every_world_size(shards, world_size, k):
         assert all(data.state_after == alone.state_after for data in together)
 
 
+def test_lanes_per_micro_batch_may_follow_the_stage(shards):
+    """Micro-batches of about the same size in all stages; where documents end is counted over all their rows."""
+    lanes = {16 * LANES: 8, 24 * LANES: 4, 40 * LANES: 2}
+    followed = read(shards, SHAPES, lanes_per_microbatch=lanes.get)
+    for (seq_len, _), data, alone in zip(SHAPES, followed, read(shards, SHAPES), strict=True):
+        k = lanes[seq_len * LANES]
+        assert len(data.micro_batches) == LANES // k
+        assert rows_of([data], k) == rows_of([alone])
+        assert data.state_after == alone.state_after
+        ends = [b.documents.ends for b in data.micro_batches]
+        singly = [b.documents.ends for b in alone.micro_batches]
+        for m, together in enumerate(ends):
+            rows = singly[m * k : (m + 1) * k]
+            apart = {i * seq_len + end for i, row in enumerate(rows) for end in row.tolist()}
+            assert set(together.tolist()) == apart
+
+
 @pytest.mark.parametrize("stop", [1, 5, 6, 7, 11, 17])
 def test_resume_equals_uninterrupted(shards, stop):
     whole = read(shards, SHAPES)

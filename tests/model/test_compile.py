@@ -17,7 +17,6 @@ from nanosprint.ops.embedding import sort_rows
 from nanosprint.recipes import load_recipe
 from nanosprint.training.batch import random_input
 from nanosprint.training.setup import build_state, compiled
-from nanosprint.training.warmup import new_graphs
 from tests.recipes.test_ladder import LADDER, UPPER, small
 
 
@@ -119,14 +118,6 @@ def test_windows_are_arguments_or_constants_of_the_graph(attention, graphs_expec
         with torch.no_grad():
             torch.testing.assert_close(loss_sum(tokens, targets, context), model.loss_sum(tokens, targets, context))
     assert len(graphs) == graphs_expected
-
-
-def test_graphs_to_warm_up():
-    for name, windows in (("longwindow", 27), ("sub3", 14)):
-        recipe = load_recipe(name)
-        plans = [recipe.plan(step) for step in range(recipe.train.num_steps)]
-        assert len(new_graphs(plans, bakes_limits=True)) == windows
-        assert new_graphs(plans, bakes_limits=False) == plans[:1]
 
 
 @torch._functorch.config.patch(activation_memory_budget=1.0)  # what is set within is put back

@@ -152,7 +152,7 @@ def test_state_is_saved_and_warm_up_puts_it_back(backward):
     model.loss_sum(*random_input(recipe, recipe.plan(0), 2, torch.device("cpu"))).backward()
     assert not torch.equal(model.layers[0].mlp.fp8.post_scale, before["layers.0.mlp.fp8.post_scale"])
     model.load_state_dict(before)
-    warm_up(state, model.loss_sum, recipe, recipe.train.lanes, 1, compiled=False)
+    warm_up(state, model.loss_sum, recipe, execution(tokens_per_microbatch=512, parts_per_microbatch=1))
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name]), name
 

@@ -21,6 +21,7 @@ from nanosprint.ops.attention import (
     pack_documents,
     reference,
     require,
+    scale_as_data,
     sdpa,
     times,
 )
@@ -197,7 +198,7 @@ def test_operators_pass_opcheck(window):
 def test_operators_pass_opcheck_with_limits_as_data():
     q, k, v = (t[0].requires_grad_() for t in inputs(1, 12, 2, 8))
     cu_seqlens = pack_documents([3, 1, 0, 2, 6], slots=8).cu_seqlens
-    arguments = (q, k, v, cu_seqlens, 0.3, 12, -1, as_data(6), as_data(2))
+    arguments = (q, k, v, cu_seqlens, 0.0, 12, -1, as_data(6), as_data(2), scale_as_data(0.3))
     torch.library.opcheck(torch.ops.nanosprint.attend_test.default, arguments)
     torch.library.opcheck(torch.ops.nanosprint.times_limit.default, (as_data(6), 2))
 
@@ -207,28 +208,28 @@ def test_operators_pass_opcheck_with_limits_as_data():
 
 @pytest.mark.parametrize("name", [*ON_CPU, "batched"])
 @pytest.mark.parametrize("window", [0, 2, 100])
-def test_limits_as_data_are_the_same_limits(name, window):
+def test_limits_and_scale_as_data_are_the_same(name, window):
     q, k, v = inputs(2, 6, 2, 8)
     attend = ON_CPU.get(name) or backend(name)
     for documents in (None, pack_documents([3, 1, 0, 2, 6], slots=8)):
         if documents is not None and name == "batched":
             continue
         as_tensors = documents and documents._replace(max_seq_len=as_data(documents.max_seq_len))
-        got = attend(q, k, v, 0.3, as_data(window), as_tensors)
-        torch.testing.assert_close(got, attend(q, k, v, 0.3, window, documents), rtol=0, atol=0)
+        got = attend(q, k, v, scale_as_data(0.25), as_data(window), as_tensors)
+        torch.testing.assert_close(got, attend(q, k, v, 0.25, window, documents), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("name", ["varlen", "reference", "flex"])
 @pytest.mark.parametrize("packed", [False, True])
 def test_one_graph_for_all_limits(name, packed):
-    """Windows and longest documents that differ: one compiled graph, and the numbers of eager ints."""
+    """Windows, longest documents and scales that differ: one compiled graph, and the numbers of eager ints."""
     attend = ON_CPU.get(name) or backend(name)
     leaves = [t.requires_grad_(name != "flex") for t in inputs(2, 12, 2, 16, torch.float32)]
     graphs = []
 
-    def work(q, k, v, window, documents):
+    def work(q, k, v, scale, window, documents):
         wider = None if window is None else times(window, 2)
-        return attend(q * 2, k, v, 0.3, window, documents) + attend(q, k, v, 0.3, wider, documents)
+        return attend(q * 2, k, v, scale, window, documents) + attend(q, k, v, scale, wider, documents)
 
     def count(graph_module, example):
         graphs.append(graph_module)
@@ -236,13 +237,14 @@ def test_one_graph_for_all_limits(name, packed):
 
     torch._dynamo.reset()
     compiled = torch.compile(work, backend=count, fullgraph=True, dynamic=False)
-    for window, lengths in ((0, [12, 12]), (3, [3, 1, 8, 6, 6]), (7, [5, 7, 1, 11]), (40, [12, 2, 10])):
+    cases = ((0.3, 0, [12, 12]), (0.3, 3, [3, 1, 8, 6, 6]), (0.31, 7, [5, 7, 1, 11]), (0.5, 40, [12, 2, 10]))
+    for scale, window, lengths in cases:
         documents = pack_documents(lengths, slots=8) if packed else None
         as_tensors = documents and documents._replace(max_seq_len=as_data(documents.max_seq_len))
-        got = compiled(*leaves, as_data(window), as_tensors)
+        got = compiled(*leaves, scale_as_data(scale), as_data(window), as_tensors)
         plain = ON_CPU["varlen"] if name == "varlen" else reference
         want = sum(
-            plain(q, *leaves[1:], 0.3, w, documents) for q, w in ((leaves[0] * 2, window), (leaves[0], 2 * window))
+            plain(q, *leaves[1:], scale, w, documents) for q, w in ((leaves[0] * 2, window), (leaves[0], 2 * window))
         )
         torch.testing.assert_close(got, want)
         if name != "flex":  # which has no backward pass on a CPU
@@ -460,7 +462,7 @@ def test_gpu_operators(name, head_dim):
     cu_seqlens = pack_documents([30, 1, 0, 29], slots=8, device=device).cu_seqlens
     operator = getattr(torch.ops.nanosprint, f"attend_{name}").default
     utilities = ("test_schema", "test_autograd_registration", "test_faketensor")
-    for limits in ((30, 7, None, None), (60, -1, as_data(30), as_data(7))):
+    for limits in ((30, 7, None, None, None), (60, -1, as_data(30), as_data(7), scale_as_data(0.3))):
         torch.library.opcheck(operator, (q, k, v, cu_seqlens, 0.1, *limits), test_utils=utilities)
 
 
@@ -470,7 +472,7 @@ def test_gpu_operators(name, head_dim):
 def test_gpu_compiled(name):
     """Inside torch.compile without a graph break, on slices of one projection as the model has them.
 
-    One graph serves two windows where they are data.
+    One graph serves two windows and scales where they are data.
     """
     attend, device = on_cuda(name)
     baked = BACKENDS[name].bakes_limits
@@ -478,22 +480,23 @@ def test_gpu_compiled(name):
     qkv, weight = (torch.randn(1, 333, n * 2 * 64, device=device, dtype=torch.bfloat16) for n in (3, 1))
     qkv.requires_grad_()
 
-    def work(qkv, window, documents):
+    def work(qkv, scale, window, documents):
         q, k, v = (t.view(1, 333, 2, 64) for t in qkv.split(128, dim=-1))
-        return attend(q, k, v, 0.12, window, documents).flatten(2) * 2
+        return attend(q, k, v, scale, window, documents).flatten(2) * 2
 
-    def exact(qkv, window):
+    def exact(qkv, scale, window):
         q, k, v = (t.view(1, 333, 2, 64) for t in qkv.split(128, dim=-1))
-        return reference(q, k, v, 0.12, window, packed).flatten(2) * 2
+        return reference(q, k, v, scale, window, packed).flatten(2) * 2
 
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     compiled = torch.compile(work, fullgraph=True, dynamic=False)
-    for window, longest in ((50, 202), (140, 333)):
+    for scale, window, longest in ((0.12, 50, 202), (0.15, 140, 333)):
         documents = packed if baked else packed._replace(max_seq_len=as_data(longest))
-        out = compiled(qkv, window if baked else as_data(window), documents)
+        limits = (scale, window) if baked else (scale_as_data(scale), as_data(window))
+        out = compiled(qkv, *limits, documents)
         double = qkv.detach().double().requires_grad_()
-        truth = exact(double, window)
+        truth = exact(double, scale, window)
         assert probe.relative_error(out, truth) < 1e-2
         grad = torch.autograd.grad(out, qkv, weight)[0]
         true_grad = torch.autograd.grad(truth, double, weight.double())[0]

@@ -22,7 +22,6 @@ from nanosprint.results.runs import RunDir
 from nanosprint.training.batch import ModelStage, context_of, model_inputs, random_input, split_rows
 from nanosprint.training.request import Budget, RunRequest
 from nanosprint.training.setup import fit_to_budget
-from nanosprint.training.warmup import new_graphs, validation_steps
 
 CPU = torch.device("cpu")
 START = 9
@@ -87,9 +86,10 @@ def test_what_a_graph_is_called_with(longest, bound):
     documents = Documents(torch.tensor([0, longest], dtype=torch.int32), longest)
     context = Context(documents=documents, short=4, long=None, attn_scale=0.5)
     data, ints = context.with_data(), context.with_ints()
+    assert (data.attn_scale.dtype, data.attn_scale.shape, data.attn_scale.device.type) == (torch.float32, (), "cpu")
     for limit, value in ((data.short, 4), (data.documents.max_seq_len, longest)):
         assert (limit.dtype, limit.shape, limit.device.type, int(limit)) == (torch.int32, (), "cpu", value)
-    assert (data.long, data.attn_scale, data.documents.cu_seqlens) == (None, 0.5, documents.cu_seqlens)
+    assert (data.long, float(data.attn_scale), data.documents.cu_seqlens) == (None, 0.5, documents.cu_seqlens)
     assert ints == data.with_ints() == context._replace(documents=documents._replace(max_seq_len=bound))
     assert Context().with_data() == Context().with_ints() == Context()
 
@@ -131,17 +131,6 @@ def test_random_documents_fit_the_room_that_a_recipe_makes(mean):
     documents = random_input(recipe, recipe.plan(0), 2, CPU).context.documents
     check_documents(documents, 2, 5000)
     assert documents.max_seq_len <= max(2048, mean)
-
-
-def test_a_graph_for_every_stage_and_for_no_more(recipe):
-    """18 scheduled steps in thirds; in the second the prefix loss goes out, but is never quite gone."""
-    assert [p.step for p in new_graphs((recipe.plan(s) for s in range(20)), True)] == [0, 6, 12, 18]
-    every = replace(recipe, eval=replace(recipe.eval, every=5, at_start=True))
-    assert validation_steps(every) == [0, 5, 10, 15, 20]
-    plans = new_graphs((every.eval_plan(s) for s in validation_steps(every)), True)
-    assert [p.windows.long for p in plans] == [8, 16, 32, 64]
-    assert len(new_graphs((replace(plan, yarn=()) for plan in plans), False)) == 1
-    assert len(new_graphs((load_recipe("tiny").plan(s) for s in range(20)), True)) == 1
 
 
 def test_the_model_is_told_of_new_windows_only(recipe):

@@ -12,7 +12,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nanosprint.config import Execution
 from nanosprint.errors import DivergedError, Interrupted
 from nanosprint.recipes import load_recipe
 from nanosprint.results.record import RunRecord, check_metrics
@@ -37,7 +36,7 @@ def test_record_and_metrics_of_a_run(train_tiny):
     assert 0 < record.epochs < 0.2
     assert record.tokens_per_s == pytest.approx(record.tokens / record.train_ms * 1000)
     assert record.mfu.value == pytest.approx(record.tokens_per_s * record.mfu.flops_per_token / record.mfu.peak_flops)
-    assert record.execution["lanes_per_microbatch"] == 4  # nothing is left to choose
+    assert record.execution["tokens_per_microbatch"] == 512  # nothing is left to choose
     assert record.execution["compute"] == "fp32"
     assert check_metrics(path)
     assert [line["step"] for line in lines(path, "train")] == list(range(1, 21))
@@ -238,7 +237,6 @@ def test_a_full_disk_costs_a_checkpoint_and_nothing_else(train_tiny, monkeypatch
 def test_resume_with_another_recipe_is_refused(train_tiny):
     path = train_tiny("run", max_steps=5)
     request = load_request(RunDir(path))
-    from dataclasses import replace
 
     other = replace(request, recipe=load_recipe("tiny", ["groups.0.lr=0.5"]), max_steps=None)
     save_request(RunDir(path), other)
@@ -264,17 +262,17 @@ def test_automatic_micro_batch_shrinks_until_it_fits(train_tiny, monkeypatch):
 
     real, tried = setup.warm_up, []
 
-    def only_one_lane_fits(state, loss_sum, recipe, lanes, micro_batches, **options):
-        tried.append((lanes, micro_batches))
-        if lanes > 1:
+    def only_one_lane_fits(state, loss_sum, recipe, execution):
+        tried.append(execution.tokens_per_microbatch)
+        if execution.tokens_per_microbatch > 128:
             raise torch.OutOfMemoryError("no")
-        real(state, loss_sum, recipe, lanes, micro_batches, **options)
+        real(state, loss_sum, recipe, execution)
 
     monkeypatch.setattr(setup, "warm_up", only_one_lane_fits)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     path = train_tiny("run")
-    assert tried == [(4, 1), (2, 2), (1, 4)]
-    assert RunRecord.load(path).execution["lanes_per_microbatch"] == 1
+    assert tried == [512, 256, 128]
+    assert RunRecord.load(path).execution["tokens_per_microbatch"] == 128
 
 
 def test_automatic_micro_batch_shrinks_to_parts_of_a_lane(train_tiny, monkeypatch):
@@ -282,18 +280,18 @@ def test_automatic_micro_batch_shrinks_to_parts_of_a_lane(train_tiny, monkeypatc
 
     real, tried = setup.warm_up, []
 
-    def only_one_row_fits(state, loss_sum, recipe, lanes, micro_batches, *, parts, **options):
-        tried.append((lanes, parts))
-        if lanes > 1 or parts < 4:
+    def only_one_row_fits(state, loss_sum, recipe, execution):
+        tried.append((execution.tokens_per_microbatch, execution.parts_per_microbatch))
+        if tried[-1] != (128, 4):
             raise torch.OutOfMemoryError("no")
-        real(state, loss_sum, recipe, lanes, micro_batches, parts=parts, **options)
+        real(state, loss_sum, recipe, execution)
 
     monkeypatch.setattr(setup, "warm_up", only_one_row_fits)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     path = train_tiny("run")
-    assert tried == [(4, 1), (2, 1), (1, 1), (1, 2), (1, 4)]  # a lane is 4 rows
+    assert tried == [(512, 1), (256, 1), (128, 1), (128, 2), (128, 4)]  # a lane is 4 rows
     execution = RunRecord.load(path).execution
-    assert (execution["lanes_per_microbatch"], execution["parts_per_microbatch"]) == (1, 4)
+    assert (execution["tokens_per_microbatch"], execution["parts_per_microbatch"]) == (128, 4)
     with pytest.raises(ValueError, match=r"raise exec.parts_per_microbatch \(now 2\)"):
         train_tiny("fixed", execution={"device": "cpu", "parts_per_microbatch": 2})
 
@@ -309,7 +307,7 @@ def test_parts_of_a_micro_batch_change_nothing_but_rounding(train_tiny, weights,
 
 def test_parts_must_divide_the_rows(train_tiny):
     with pytest.raises(
-        ValueError, match=r"parts_per_microbatch=3 does not divide .* 4 lanes: use one of \[1, 2, 4, 8, 16"
+        ValueError, match=r"parts_per_microbatch=3 does not divide .* 512 tokens: use one of \[1, 2, 4, 8, 16"
     ):
         train_tiny("run", execution={"device": "cpu", "parts_per_microbatch": 3})
 
@@ -324,19 +322,6 @@ def test_parts_must_divide_the_rows(train_tiny):
 def test_impossible_activation_budgets(train_tiny, choice, message):
     with pytest.raises(ValueError, match=message):
         train_tiny("run", execution={"device": "cpu", **choice})
-
-
-def test_after_single_rows_fewer_activations_are_kept():
-    from nanosprint.training.setup import _smaller
-
-    recipe, wanted = load_recipe("tiny"), Execution()
-    execution = Execution(lanes_per_microbatch=2, parts_per_microbatch=1, activation_budget=1.0, compile="default")
-    seen = []
-    while (smaller := _smaller(recipe, execution, wanted)) is not None:
-        execution = smaller
-        seen.append((execution.lanes_per_microbatch, execution.parts_per_microbatch, execution.activation_budget))
-    assert seen == [(1, 1, 1.0), (1, 2, 1.0), (1, 4, 1.0), (1, 4, 0.5), (1, 4, 0.25), (1, 4, 0.1)]
-    assert _smaller(recipe, replace(execution, compile="off", activation_budget=1.0), wanted) is None
 
 
 def test_a_cap_needs_memory_to_cap(train_tiny):

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanosprint.ops.attention import Documents
+from nanosprint.ops.attention import Documents, Scale
 from nanosprint.ops.compose import composed_read
 
 _EPS = 1e-6
@@ -25,7 +25,7 @@ def compose_attention(
     v_BSHK: Tensor,
     w1_BSH: Tensor,
     w2_BSH: Tensor,
-    scale: float,
+    scale: Scale,
     window: int,
     documents: Documents | None = None,
 ) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from nanosprint.ops.attention_backends.contract import Documents, Limit, check_inputs, on_host
+from nanosprint.ops.attention_backends.contract import Documents, Limit, Scale, check_inputs, on_host
 
 _HIDDEN = -1e9  # finite, so that no row of the mask can make NaN; exp of it is 0 in every format
 
@@ -22,7 +22,7 @@ def batched(
     q_BSHK: Tensor,
     k_BSHK: Tensor,
     v_BSHK: Tensor,
-    scale: float,
+    scale: Scale,
     window: Limit | None,
     documents: Documents | None = None,
 ) -> Tensor:
@@ -32,7 +32,7 @@ def batched(
     copied. Raises ValueError for documents. A compiled graph takes the window as an int only.
     """
     check_inputs(q_BSHK, k_BSHK, v_BSHK, window, documents)
-    window, documents = on_host(window, documents)
+    scale, window, documents = on_host(scale, window, documents)
     if documents is not None:
         raise ValueError("exec.attention=batched has no documents: use sdpa")
     if torch.compiler.is_compiling():

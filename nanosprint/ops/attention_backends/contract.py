@@ -5,8 +5,9 @@ Query t of a row sees key j iff both lie in the same document, j <= t, and t - j
 to the left that a query sees besides itself, None means all of them. So a query sees one unbroken run of keys,
 `first_key(...)[t]` to t, which is all that a back end has to know; and that first key never moves left as t grows.
 
-Limits (the window, the longest document) are Python ints or data: int32 tensors of no axes on the CPU. A compiled
-model has a graph for every int that it has met, and one for all values of a tensor.
+Limits (the window, the longest document) are Python ints or data: int32 tensors of no axes on the CPU. The scale of
+scores is a Python float or data likewise, in fp32. A compiled model has a graph for every number that it has met,
+and one for all values of a tensor.
 """
 
 from itertools import pairwise
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 Limit = int | Tensor
+Scale = float | Tensor
 
 
 class Documents(NamedTuple):
@@ -42,6 +44,14 @@ def as_data(limit: int | None) -> Tensor | None:
     return None if limit is None else torch.tensor(limit, dtype=torch.int32, device="cpu")
 
 
+def scale_as_data(scale: float) -> Tensor:
+    """`scale` as data, rounded to fp32 as kernels take it. A product with a tensor that has axes keeps its dtype.
+
+    In fp64 the compiler would take it for a Python number, and trace twice to find out that it is none (torch 2.13).
+    """
+    return torch.tensor(scale, dtype=torch.float32, device="cpu")
+
+
 def times(limit: Limit, factor: int) -> Limit:
     """`limit` times `factor`, of the same kind. Data is multiplied on the host, without a kernel of the compiler's."""
     return _times(limit, factor) if isinstance(limit, Tensor) else limit * factor
@@ -57,11 +67,13 @@ def _(limit: Tensor, factor: int) -> Tensor:
     return torch.empty_like(limit)
 
 
-def on_host(window: Limit | None, documents: Documents | None) -> tuple[int | None, Documents | None]:
-    """Both with ints for limits, for a back end whose shapes depend on them. Not possible inside a compiled graph."""
+def on_host(
+    scale: Scale, window: Limit | None, documents: Documents | None
+) -> tuple[float, int | None, Documents | None]:
+    """All with numbers, for a back end whose shapes depend on limits. Not possible inside a compiled graph."""
     if documents is not None and isinstance(documents.max_seq_len, Tensor):
         documents = documents._replace(max_seq_len=int(documents.max_seq_len))
-    return window_from(window) if isinstance(window, Tensor) else window, documents
+    return float(scale), window_from(window) if isinstance(window, Tensor) else window, documents
 
 
 def window_from(data: Tensor) -> int:
@@ -74,7 +86,7 @@ def window_from(data: Tensor) -> int:
 class Attention(Protocol):
     """softmax(scale q kᵀ) v over the visible keys: (B, S, H, K) three times in, once out, in the dtype of q.
 
-    `scale` is a Python float, `window` at least 0, or None. `documents` None: every row is one document.
+    `window` is at least 0, or None. `documents` None: every row is one document.
     """
 
     def __call__(
@@ -82,7 +94,7 @@ class Attention(Protocol):
         q_BSHK: Tensor,
         k_BSHK: Tensor,
         v_BSHK: Tensor,
-        scale: float,
+        scale: Scale,
         window: Limit | None,
         documents: Documents | None = None,
     ) -> Tensor: ...

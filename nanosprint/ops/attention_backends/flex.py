@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from nanosprint.ops.attention_backends.contract import Documents, Limit, check_inputs, first_key
+from nanosprint.ops.attention_backends.contract import Documents, Limit, Scale, check_inputs, first_key
 
 _BLOCK = 128
 
@@ -25,7 +25,7 @@ def flex(
     q_BSHK: Tensor,
     k_BSHK: Tensor,
     v_BSHK: Tensor,
-    scale: float,
+    scale: Scale,
     window: Limit | None,
     documents: Documents | None = None,
 ) -> Tensor:
@@ -38,11 +38,19 @@ def flex(
 
 
 def _attend(
-    q_BSHK: Tensor, k_BSHK: Tensor, v_BSHK: Tensor, scale: float, window: Limit | None, documents: Documents | None
+    q_BSHK: Tensor, k_BSHK: Tensor, v_BSHK: Tensor, scale: Scale, window: Limit | None, documents: Documents | None
 ) -> Tensor:
     mask = block_mask(first_key(k_BSHK.size(0), k_BSHK.size(1), window, documents, q_BSHK.device))
     q, k, v = (t.transpose(1, 2) for t in (q_BSHK, k_BSHK, v_BSHK))
-    out: Tensor = flex_attention(q, k, v, block_mask=mask, scale=scale)
+    if isinstance(scale, Tensor):
+        factor = scale.to(q.device, torch.float32, non_blocking=True)
+
+        def scaled(score: Tensor, *_: Tensor) -> Tensor:
+            return score * factor
+
+        out: Tensor = flex_attention(q, k, v, scaled, block_mask=mask, scale=1.0)
+    else:
+        out = flex_attention(q, k, v, block_mask=mask, scale=scale)
     return out.transpose(1, 2)
 
 

@@ -6,14 +6,14 @@ Runs anywhere, in any float dtype, differentiable any number of times. One row a
 import torch
 from torch import Tensor
 
-from nanosprint.ops.attention_backends.contract import Documents, Limit, check_inputs, first_key
+from nanosprint.ops.attention_backends.contract import Documents, Limit, Scale, check_inputs, first_key
 
 
 def reference(
     q_BSHK: Tensor,
     k_BSHK: Tensor,
     v_BSHK: Tensor,
-    scale: float,
+    scale: Scale,
     window: Limit | None,
     documents: Documents | None = None,
 ) -> Tensor:

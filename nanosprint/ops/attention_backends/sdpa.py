@@ -15,6 +15,7 @@ from nanosprint.ops.attention_backends.contract import (
     Attention,
     Documents,
     Limit,
+    Scale,
     check_inputs,
     first_key,
     on_host,
@@ -28,7 +29,7 @@ def sdpa(
     q_BSHK: Tensor,
     k_BSHK: Tensor,
     v_BSHK: Tensor,
-    scale: float,
+    scale: Scale,
     window: Limit | None,
     documents: Documents | None = None,
 ) -> Tensor:
@@ -38,7 +39,7 @@ def sdpa(
     that is less. Limits decide on shapes, so a compiled graph takes them as ints only.
     """
     check_inputs(q_BSHK, k_BSHK, v_BSHK, window, documents)
-    window, documents = on_host(window, documents)
+    scale, window, documents = on_host(scale, window, documents)
     seq_len = k_BSHK.size(1)
     if q_BSHK.size(1) != seq_len:
         return _last_queries(q_BSHK, k_BSHK, v_BSHK, scale, window)
@@ -95,11 +96,11 @@ def _dense_only(name: str, kernel: SDPBackend) -> Attention:
         q_BSHK: Tensor,
         k_BSHK: Tensor,
         v_BSHK: Tensor,
-        scale: float,
+        scale: Scale,
         window: Limit | None,
         documents: Documents | None = None,
     ) -> Tensor:
-        window, documents = on_host(window, documents)
+        scale, window, documents = on_host(scale, window, documents)
         if q_BSHK.size(1) != k_BSHK.size(1):  # generation from a cache: a few queries, no matter by which kernel
             return sdpa(q_BSHK, k_BSHK, v_BSHK, scale, window, documents)
         if documents is not None or reach(k_BSHK.size(1), window, None) < k_BSHK.size(1) - 1:

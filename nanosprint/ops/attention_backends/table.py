@@ -27,8 +27,8 @@ class Needs:
 class Backend:
     """`load` gives the function, or ImportError; `refuses` says in a clause why it cannot serve, or None.
 
-    `bakes_limits`: a compiled graph holds the window and the longest document as constants, so that every new value is
-    a new graph. The others take them as data.
+    `bakes_limits`: a compiled graph holds the window, the longest document and the scale as constants, so that every
+    new value is a new graph. The others take them as data.
     """
 
     load: Callable[[], Attention]

@@ -3,8 +3,8 @@
 The kernels take all documents of a batch laid end to end, (T, H, K) with T = B*S, and the log-sum-exp of the scores,
 (H, T) in fp32, is what the backward pass needs of the forward one. Rows without documents are documents of S tokens.
 
-Limits that are data reach the operators as they are and are read there, on the host: nothing waits for the device. The
-tensors make CUDA graphs over such a call impossible; ints do not.
+Limits and a scale that are data reach the operators as they are and are read there, on the host: nothing waits for the
+device. The tensors make CUDA graphs over such a call impossible; numbers do not.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanosprint.ops.attention_backends.contract import Attention, Documents, Limit, check_inputs, reach, window_from
+from nanosprint.ops.attention_backends.contract import (
+    Attention,
+    Documents,
+    Limit,
+    Scale,
+    check_inputs,
+    reach,
+    window_from,
+)
 
 # (q, k, v, cu_seqlens, max_seq_len, window or -1, scale) -> out (T, H, K), log-sum-exp (H, T)
 Forward = Callable[[Tensor, Tensor, Tensor, Tensor, int, int, float], tuple[Tensor, Tensor]]
@@ -34,7 +42,7 @@ def build(name: str, forward: Forward, backward: Backward) -> Attention:
         q_BSHK: Tensor,
         k_BSHK: Tensor,
         v_BSHK: Tensor,
-        scale: float,
+        scale: Scale,
         window: Limit | None,
         documents: Documents | None = None,
     ) -> Tensor:
@@ -45,7 +53,8 @@ def build(name: str, forward: Forward, backward: Backward) -> Attention:
         if documents is None:
             documents = Documents(torch.arange(0, B * S + 1, S, dtype=torch.int32, device=q_BSHK.device), S)
         q, k, v = (t.flatten(0, 1) for t in (q_BSHK, k_BSHK, v_BSHK))
-        out, _ = operator(q, k, v, documents.cu_seqlens, scale, *_limits(S, window, documents.max_seq_len))
+        number, data = (0.0, scale) if isinstance(scale, Tensor) else (scale, None)
+        out, _ = operator(q, k, v, documents.cu_seqlens, number, *_limits(S, window, documents.max_seq_len), data)
         result: Tensor = out.view(q_BSHK.shape)
         return result
 
@@ -53,7 +62,7 @@ def build(name: str, forward: Forward, backward: Backward) -> Attention:
 
 
 def _limits(seq_len: int, window: Limit | None, max_seq_len: Limit) -> tuple[int, int, Tensor | None, Tensor | None]:
-    """The operators' last arguments: longest document and window (or -1) as ints, and as data, which then counts."""
+    """For the operators: longest document and window (or -1) as ints, and as data, which then counts."""
     longest_data = max_seq_len if isinstance(max_seq_len, Tensor) else None
     longest = seq_len if isinstance(max_seq_len, Tensor) else max_seq_len
     if isinstance(window, Tensor):
@@ -85,8 +94,10 @@ def _register(name: str, forward: Forward, backward: Backward) -> Callable[..., 
         window: int,
         longest_data: Tensor | None,
         window_data: Tensor | None,
+        scale_data: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        out, lse = forward(q, k, v, cu_seqlens, *_read(longest, window, longest_data, window_data), scale)
+        limits = _read(longest, window, longest_data, window_data)
+        out, lse = forward(q, k, v, cu_seqlens, *limits, scale if scale_data is None else float(scale_data))
         return out.contiguous(), lse.contiguous()
 
     @torch.library.custom_op(f"nanosprint::attend_{name}_backward", mutates_args=())
@@ -103,10 +114,12 @@ def _register(name: str, forward: Forward, backward: Backward) -> Callable[..., 
         window: int,
         longest_data: Tensor | None,
         window_data: Tensor | None,
+        scale_data: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         # Kernels read heads as vectors; the gradient of a sum, say, arrives with strides of 0.
         grad = grad.contiguous()
         limits = _read(longest, window, longest_data, window_data)
+        scale = scale if scale_data is None else float(scale_data)
         dq, dk, dv = backward(grad, q, k, v, out, lse, cu_seqlens, *limits, scale)
         return dq.contiguous(), dk.contiguous(), dv.contiguous()
 
@@ -119,12 +132,13 @@ def _register(name: str, forward: Forward, backward: Backward) -> Callable[..., 
         return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        q, k, v, cu_seqlens, *ctx.numbers, longest_data, window_data = inputs
-        ctx.save_for_backward(q, k, v, *output, cu_seqlens, longest_data, window_data)
+        q, k, v, cu_seqlens, *ctx.numbers, longest_data, window_data, scale_data = inputs
+        ctx.save_for_backward(q, k, v, *output, cu_seqlens, longest_data, window_data, scale_data)
 
     def differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        *tensors, longest_data, window_data = ctx.saved_tensors
-        return *attend_backward(grad, *tensors, *ctx.numbers, longest_data, window_data), *(None,) * 6
+        *tensors, longest_data, window_data, scale_data = ctx.saved_tensors
+        data = (longest_data, window_data, scale_data)
+        return *attend_backward(grad, *tensors, *ctx.numbers, *data), *(None,) * 7
 
     attend.register_autograd(differentiate, setup_context=save)
     operator: Callable[..., tuple[Tensor, Tensor]] = attend
