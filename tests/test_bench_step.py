@@ -81,7 +81,7 @@ def test_the_middle_by_default_and_what_cannot_be_built_is_said(capsys):
     said = capsys.readouterr().out
     assert "exec.lanes_per_microbatch=3: UserError: exec.lanes_per_microbatch=3 does not divide" in said
     assert "middle: " in said
-    assert "lanes 1  " in said
+    assert "micro-batches of 128  " in said
     assert "ms/step" not in said  # no profile unless asked for
 
 

@@ -101,7 +101,7 @@ def _write_peak(peaks, peak, BLOCKS: tl.constexpr, PEAKS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["T"])
-def _product_kernel(
+def _relu2_product_kernel(
     A, B, POST, OUT, OUT8, peaks, a_scale, b_scale, out_scale, T,
     N: tl.constexpr, K: tl.constexpr, LIMIT: tl.constexpr, DTYPE: tl.constexpr, DTYPE8: tl.constexpr,
     SCALED: tl.constexpr, BACKWARD: tl.constexpr, EMIT: tl.constexpr, PEAK: tl.constexpr, TURN: tl.constexpr,
@@ -143,7 +143,7 @@ def _product_kernel(
 
 
 @triton.jit
-def _pass_kernel(
+def _relu2_pass_kernel(
     X, POST, OUT8, peaks, out_scale, size, LIMIT: tl.constexpr, DTYPE8: tl.constexpr, BACKWARD: tl.constexpr,
     EMIT: tl.constexpr, PEAK: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PEAKS: tl.constexpr,
 ):  # fmt: skip
@@ -193,7 +193,7 @@ def relu2_product(
     blocks = min(_multiprocessors(out.device) * tile.blocks, tiles, RELU2_PEAKS)
     a_scale, b_scale = scales or (None, None)
     with torch.cuda.device_of(out):
-        _product_kernel[(blocks,)](
+        _relu2_product_kernel[(blocks,)](
             left, right, _tiles(post, part, tma), _tiles(out, part, tma), _tiles(out8, part, tma), peaks,
             a_scale, b_scale, out_scale, T, N, K, _limit(out8), FLOATS[out.dtype], _dtype8(out8),
             SCALED=scales is not None, BACKWARD=post is not None, EMIT=out8 is not None, PEAK=peaks is not None,
@@ -215,7 +215,7 @@ def relu2_pass(
         return
     blocks = min(triton.cdiv(size, block), RELU2_PEAKS)
     with torch.cuda.device_of(x):
-        _pass_kernel[(blocks,)](
+        _relu2_pass_kernel[(blocks,)](
             x, post, out8, peaks, out_scale, size, _limit(out8), _dtype8(out8), BACKWARD=post is not None,
             EMIT=out8 is not None, PEAK=peaks is not None, BLOCK=block, BLOCKS=blocks, PEAKS=RELU2_PEAKS,
             num_warps=warps,

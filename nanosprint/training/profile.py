@@ -23,23 +23,23 @@ TOP = 15  # kernels listed
 # First match wins; regular expressions on names in lower case.
 _NAMES = (
     ("communication", r"nccl|all_?reduce|gloo|c10d"),
-    ("composed attention", r"(^|_)compose"),
+    ("composed attention", r"(^|_)compose|^_(maps|read|dmaps|dq|dk|dv)_kernel"),
     ("attention", r"flash|attention|(^|_)attend|fmha|(^|_)mha(_|$)|cudnn_generated|sdpa"),
-    ("fused MLP", r"^_(up|dpre|mlp)_|linear_relu2"),
+    ("fused MLP", r"^_relu2_"),
     ("softmax and loss", r"xent|nll_loss|cross_entropy|softmax|logsumexp"),
     # Our update kernels, and the symmetric products that only the optimizer has.
     (
         "optimizer",
         r"adam|adagrad|muon|polar|^_(momentum|moment|factor|apply|divide|product)_kernel|multi_tensor",
     ),
-    ("copies and transposes", r"quanti[sz]e|^_transpose"),
+    ("copies and transposes", r"quanti[sz]e|^_(peak|turn)_kernel"),
     ("fp8 products", r"e4m3|e5m2|fp8|float8|scaled_mm|nvjet(_sm\d+)?_([a-z]*q[a-z]*|[a-z]{5})_"),
     ("fp32 products", r"sgemm|simt|gemm_f32|gemm_tf32|nvjet(_sm\d+)?_s[a-z]*_"),
     ("matrix products", r"^aten::(mm|bmm|addmm|baddbmm|matmul|linear|_mm)"),  # a name on the CPU tells no format
     ("bf16 products", r"gemm|nvjet|cutlass|xmma|splitk|gemv|_mm_|matmul"),
     (
         "embedding",
-        r"embedding|index_(put|add|select)|index_elementwise|indexselect|indexing|scatter|gather|_sort|radixsort"
+        r"^_(segments|borders)_kernel|embedding|index_(put|add|select)|index_elementwise|indexselect|indexing|scatter|gather|_sort|radixsort"
         r"|compute_grad_weight|segment_offset|table_grad|sparse|coalesce|unique",
     ),
     ("copies and transposes", r"memcpy|copy|transpose|catarray|::cat$|::clone|_to\b"),

@@ -14,6 +14,8 @@ from nanosprint.ops import fp8
 from nanosprint.recipes import load_recipe
 from nanosprint.training.api import train
 from nanosprint.training.batch import random_input
+from nanosprint.training.distributed import World
+from nanosprint.training.resolve import resolve
 from nanosprint.training.setup import build_state
 from nanosprint.training.state import copied
 from nanosprint.training.warmup import warm_up
@@ -155,7 +157,7 @@ def test_state_is_saved_and_warm_up_puts_it_back():
     assert mixer.fp8_qkv.input_scale.item() == pytest.approx(math.sqrt(32) / 448)
     model.refresh(1)
     state.put_back(saved)
-    warm_up(state, model.loss_sum, recipe, recipe.train.lanes, 1, compiled=False)
+    warm_up(state, model.loss_sum, recipe, resolve(Execution(compile="off"), recipe, World(0, 1, CPU)))
     for n, value in model.state_dict().items():
         assert torch.equal(value, before[n]), n
 

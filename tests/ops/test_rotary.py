@@ -253,6 +253,7 @@ def test_kernel_on_a_gpu(case, dtype):
     if not (torch.cuda.is_available() and has_triton()):
         pytest.skip("needs a CUDA device and Triton")
     S, H, K, together, turning, neighbouring, key_offset = case
+    torch._dynamo.reset()  # a graph for every case, and there is a limit
     wide, cos, sin = kernel_case(S, H, K, together, turning, "cuda")
     qkv = wide.to(dtype).requires_grad_()
     exact = qkv.detach().double().requires_grad_()

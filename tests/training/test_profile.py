@@ -20,8 +20,10 @@ NAMES = {
         "triton_tem_fused_flex_attention_backward_zeros_3",
     ),
     "composed attention": (
-        "_compose_forward_kernel",
-        "_compose_dk_dv_kernel",
+        "_maps_kernel",
+        "_read_kernel",
+        "_dmaps_kernel",
+        "_dk_kernel",
         "triton_per_fused__softmax_bitwise_and_masked_fill_mul_sum_12",
     ),
     "bf16 products": (
@@ -49,7 +51,7 @@ NAMES = {
         "sm90_xmma_gemm_f32f32_tf32f32_f32_tn_n_tilesize128x128x32",
     ),
     "matrix products": ("aten::mm", "aten::bmm", "aten::addmm"),
-    "fused MLP": ("_linear_relu2_kernel", "_up_forward_kernel", "_dpre_kernel"),
+    "fused MLP": ("_relu2_product_kernel", "_relu2_pass_kernel"),
     "softmax and loss": (
         "_softcap_xent_kernel",
         "triton_red_fused__log_softmax_nll_loss_forward_4",
@@ -71,8 +73,8 @@ NAMES = {
         "void at::native::elementwise_kernel<128, 2, at::native::gpu_kernel_impl<at::native::direct_copy_kernel_cuda>>",
         "_quantize_kernel",
         "_quantize_e4m3_kernel",
-        "_transpose_add_kernel",
-        "_transpose_e5m2_kernel",
+        "_requantize_kernel",
+        "_turn_kernel",
         "triton_poi_fused__to_copy_3",
         "triton_poi_fused_clone_transpose_8",
         "void at::native::(anonymous namespace)::CatArrayBatchedCopy<OpaqueType<2u>, unsigned int, 2, 64, 64>",
