@@ -162,8 +162,8 @@ def compose_bands(capability: tuple[int, int]) -> ComposeBands:
 
 
 # Products with squared ReLU, by what they compute (`ops.linear_relu2`): "up" and "dpre" in bf16, "up8" and "dpre8" from
-# FP8 operands. Those named in FUSED_RELU2 are one kernel; the others cuBLAS and a pass. An H200 at 49,152 tokens, 768
-# to 3072, takes as one kernel and as two (ms, `bench_mlp`): up 0.463 and 0.526, dpre 0.538 and 0.603, up8 0.420 and 0.463,
+# FP8 operands. Those named in FUSED_RELU2 are one kernel; the others cuBLAS and a pass. Milliseconds on an H200, as one
+# and as two, 49,152 tokens, 768 to 3072 (`bench_mlp`): up 0.463 and 0.526, dpre 0.538 and 0.603, up8 0.420 and 0.463,
 # dpre8 0.455 and 0.548.
 FUSED_RELU2 = frozenset(("up", "dpre", "up8", "dpre8"))
 RELU2_TILES = {
