@@ -15,7 +15,6 @@ from nanosprint.config import (
     ComposeSpec,
     Fp8HeadSpec,
     Fp8MLPSpec,
-    Fp8ProjectionSpec,
     Gate,
     GateNetSpec,
     InitSpec,
@@ -428,32 +427,6 @@ def record_third(parent: Recipe, dials: Dials) -> Recipe:
             stages=replace(parent.schedule.stages, extension_steps=7),
         ),
     )
-
-
-@recipe("fast", parent="record-third", summary="ours: the record's model with FP8 in all products but weight gradients")
-def fast(parent: Recipe, dials: Dials) -> Recipe:
-    """What we found to be faster to the same loss. `docs/speed.md` has the races."""
-    mlp = parent.precision.fp8_mlp
-    assert mlp is not None
-    return replace(
-        parent,
-        name="fast",
-        source="record-third; modded-nanogpt pull request 344 for FP8 in the backward pass",
-        model=replace(parent.model, layers=tuple(_with_key_offset(layer, dials) for layer in parent.model.layers)),
-        precision=replace(
-            parent.precision,
-            fp8_mlp=replace(mlp, input="static", backward=True),
-            fp8_projections=Fp8ProjectionSpec(),
-        ),
-    )
-
-
-def _with_key_offset(layer: LayerSpec, dials: Dials) -> LayerSpec:
-    """In every layer whose heads are not paired: found best for the loss, and costs nothing where it is fused (#49)."""
-    mixer, size = layer.mixer, dials.dim // dials.num_heads
-    if mixer is None or mixer.paired:
-        return layer
-    return replace(layer, mixer=replace(mixer, key_offset=((size // 2, size),)))
 
 
 def column(source: str, net: str, init: float = 0.0, width: int | None = None) -> Term:
