@@ -6,7 +6,7 @@ whatever ends a run in between leaves an event in its metrics and a checkpoint t
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +93,28 @@ def carry_out(
     return record
 
 
+def carry_out_in_turn(
+    requests: Iterable[RunRequest], run_dirs: Iterable[RunDir], *, console: bool = False
+) -> Iterator[RunRecord]:
+    """Train one request after the other in this process; their records as they come.
+
+    Runs whose compiled graphs are the same, such as seeds of one recipe or other learning rates, share them, and each
+    is bit for bit what it would be by itself (on a CPU; on a GPU as far as that is repeatable). What a run raises ends
+    the series: its run directory tells. Raises ValueError under torchrun.
+    """
+    if distributed.launched_rank() is not None:
+        raise ValueError("several runs in one process are for one process: start each under torchrun by itself")
+    warm: Prepared | None = None
+    for request, run_dir in zip(requests, run_dirs, strict=True):
+        world = distributed.start(request.execution.device)
+        with _taken(run_dir):
+            session = _Session(request, run_dir, world, False, console, time.time())
+            record = session.run(warm)
+            warm = session.prepared
+        assert record is not None, "this is the main process"
+        yield record
+
+
 class _Session:
     """One process's part in one run, from its parts to its record."""
 
@@ -101,6 +123,7 @@ class _Session:
     ) -> None:
         self.request, self.run_dir, self.world, self.started = request, run_dir, world, started
         self.resume = resume
+        self.prepared: Prepared | None = None
         self.environment = environment()
         display: Display | None = None
         if console and world.is_main:
@@ -116,13 +139,13 @@ class _Session:
             run_dir, rank=world.rank, console=display, wandb=request.wandb, tensorboard=request.tensorboard
         )
 
-    def run(self) -> RunRecord | None:
-        """Train; the record, on the main process."""
+    def run(self, warm: Prepared | None = None) -> RunRecord | None:
+        """Train; the record, on the main process. warm: see `prepare`."""
         with self.log:
             try:
                 data = find_data(self.request)
                 saved = self._saved()
-                prepared = prepare(self.request, self.world, data)
+                prepared = self.prepared = prepare(self.request, self.world, data, warm)
                 if self.world.is_main:
                     save_tokenizer(data.tokenizer, self.run_dir.path)  # for sampling where the data is not
             except Exception as error:

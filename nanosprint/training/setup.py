@@ -90,19 +90,50 @@ def find_data(request: RunRequest) -> Data:
     return Data(folder, find_shards(folder, "train"), find_shards(folder, "val"), tokenizer)
 
 
-def prepare(request: RunRequest, world: World, data: Data) -> Prepared:
-    """Build, compile and warm up. The time this takes is start-up, not training."""
+def prepare(request: RunRequest, world: World, data: Data, warm: Prepared | None = None) -> Prepared:
+    """Build, compile and warm up. The time this takes is start-up, not training.
+
+    warm: an earlier run of this process, which is over: where its graphs are those of this one, they serve again, and
+    the run is bit for bit what it would be in a process of its own. It must not be used afterwards.
+    """
     set_threads(request.execution, world)
     cap_memory(request.execution, world.device)
     execution = resolve(request.execution, request.recipe, world)
     wanted, request = request.execution, replace(request, execution=execution)
     state = build_state(request.recipe, execution, request.seed, world.device)
-    loss_sum = compiled(state.model, execution)
+    if warm is not None and _shares_graphs(warm, request):
+        state, loss_sum = moved_into(warm.state.model, state, request.recipe), warm.loss_sum
+    else:
+        loss_sum = compiled(state.model, execution)
     request = _warm_up_within_memory(request, state, loss_sum, world, wanted)
     if request.budget is not None:
         request = fit_to_budget(request, state, loss_sum, world, data)
     gc.collect()
     return Prepared(request, world, data, state, loss_sum)
+
+
+def _shares_graphs(warm: Prepared, request: RunRequest) -> bool:
+    """Whether what was compiled for `warm` computes the loss of `request`, whose execution is resolved."""
+    ways = ("device", "gpus", "compute", "attention", "compile", "fp8", "activation_budget")
+    same = all(getattr(warm.request.execution, way) == getattr(request.execution, way) for way in ways)
+    one, other = warm.recipe, request.recipe
+    rows = one.max_seq_len == other.max_seq_len  # rotary tables reach as far
+    return same and rows and warm.world.size == 1 and one.model == other.model and one.precision == other.precision
+
+
+@torch.no_grad()
+def moved_into(model: GPT, state: TrainState, recipe: Recipe) -> TrainState:
+    """`state`, which nothing has trained yet, with its weights and buffers in an older model of the same recipe.
+
+    Compiled code knows the older model's tensors, so these stay the same objects. For one process: hooks of several
+    would hang on them twice.
+    """
+    for own, new in zip(model.parameters(), state.model.parameters(), strict=True):
+        own.grad = None
+        own.data = new.data
+    for buffer, fresh in zip(model.buffers(), state.model.buffers(), strict=True):
+        buffer.copy_(fresh)
+    return TrainState(model, build_engine(model, recipe))
 
 
 def set_threads(execution: Execution, world: World) -> None:
