@@ -5,8 +5,10 @@ whatever ends a run in between leaves an event in its metrics and a checkpoint t
 """
 
 import contextlib
+import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from nanosprint.data.tokenizers import save_tokenizer
 from nanosprint.errors import DivergedError, Interrupted, UserError
 from nanosprint.optim.sharding import from_first
 from nanosprint.results.metrics import metrics_sha256
-from nanosprint.results.record import DataRecord, Mfu, RunRecord, ShardFile, Status
+from nanosprint.results.record import DataRecord, Mfu, RunRecord, ShardFile, Status, outcome_of
 from nanosprint.results.runs import RunDir
 from nanosprint.training import checkpoint, distributed
 from nanosprint.training.clock import Clock
@@ -124,6 +126,7 @@ class _Session:
         self.request, self.run_dir, self.world, self.started = request, run_dir, world, started
         self.resume = resume
         self.prepared: Prepared | None = None
+        self.graphs = 0  # compiled before the clock started
         self.environment = environment()
         display: Display | None = None
         if console and world.is_main:
@@ -192,6 +195,7 @@ class _Session:
             parameters=parameters,
             message=f"{parameters:,} parameters, {self._described()}, ready after {startup_ms / 1000:.1f} s",
         )
+        self.graphs = graphs_compiled()
         try:
             loop()
         except BaseException as error:
@@ -209,13 +213,17 @@ class _Session:
             loop.stop_clock()
         loop.meter.close()
         status = _status(error, loop.run)
-        if error is not None:
-            told = str(error) or type(error).__name__
-            self.log.event(status, show=False, step=loop.run.state.step, message=told)
+        record = None
+        if self.world.is_main and not isinstance(error, Interrupted | KeyboardInterrupt):
+            record = self._record(loop, status, startup_ms)
+        fields: dict[str, Any] = {} if error is None else {"message": str(error) or type(error).__name__}
+        if record is not None:
+            fields["record"] = outcome_of(to_dict(record))
+        self.log.event(status, show=False, step=loop.run.state.step, **fields)
         self.log.close()
-        if not self.world.is_main or isinstance(error, Interrupted | KeyboardInterrupt):
+        if record is None:
             return None
-        record = self._record(loop, status, startup_ms)
+        record = replace(record, metrics_sha256=metrics_sha256(self.run_dir.metrics_path))
         record.save(self.run_dir)
         return record
 
@@ -248,9 +256,10 @@ class _Session:
             energy_j=loop.outcome.energy_j,
             energy_reason=loop.outcome.energy_reason,
             wait_fraction=1000 * loop.outcome.wait_s / train_ms if train_ms else None,
-            metrics_sha256=metrics_sha256(self.run_dir.metrics_path),
+            metrics_sha256="",  # once the log is closed
             series=request.series,
             created=request.created,
+            late_graphs=graphs_compiled() - self.graphs,
         )
 
     def _described(self) -> str:
@@ -271,6 +280,12 @@ class _Session:
         if self.world.local_rank:
             return EnergyMeter(CountedElsewhere())
         return open_meter(self.world.device.type)
+
+
+def graphs_compiled() -> int:
+    """How many graphs torch.compile has made in this process so far."""
+    dynamo = sys.modules.get("torch._dynamo.utils")  # not there as long as nothing was compiled
+    return 0 if dynamo is None else int(dynamo.counters["stats"]["unique_graphs"])
 
 
 @contextlib.contextmanager
