@@ -9,6 +9,7 @@ thing: after Ctrl-C, a reboot or `kill -9`, `--resume` keeps what is finished an
 diverged is an outcome, too, and is kept; one that failed is tried again.
 """
 
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -67,6 +68,8 @@ def _carry_out(race: Race, entry: Entry, folder: Path, runner: Runner) -> str:
     if not is_settled(run):
         command = [sys.executable, "-m", "nanosprint", "resume", str(run.path)]
         runner.process(command, Path(f"{run.path}.log"))
+    if not race.keep_checkpoints:
+        shutil.rmtree(run.checkpoints_path, ignore_errors=True)
     record = RunRecord.load(run)
     loss = "no loss" if record.val_loss is None else f"loss {record.val_loss:.4f}"
     rate = "" if record.tokens_per_s is None else f", {record.tokens_per_s:,.0f} tokens/s"

@@ -57,6 +57,7 @@ class Race:
     budget: Budget | None
     max_steps: int | None
     target: float | None
+    keep_checkpoints: bool = False  # of runs that are settled: gigabytes each
     baseline: str | None = None  # of an ablation: whom the others are compared with
     left_out: dict = field(default_factory=dict)  # of an ablation: switches that make no sense here, and why
     command: tuple[str, ...] = ()
@@ -109,6 +110,7 @@ def plan_race(
     budget: Budget | None = None,
     max_steps: int | None = None,
     target: float | None = None,
+    keep_checkpoints: bool = False,
     baseline: str | None = None,
     left_out: Mapping[str, str] | None = None,
     command: tuple[str, ...] = (),
@@ -144,6 +146,7 @@ def plan_race(
         budget=budget,
         max_steps=max_steps,
         target=target,
+        keep_checkpoints=keep_checkpoints,
         baseline=baseline,
         left_out=dict(left_out or {}),
         command=command,
