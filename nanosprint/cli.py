@@ -331,6 +331,61 @@ def race(words: tuple[str, ...], resume: Path | None, **options: Any) -> int:
     return _run_race({name: load_recipe(name, overrides) for name in names}, execution, **options)
 
 
+@cli.command()
+@click.argument("recipe", required=False)
+@click.argument("words", nargs=-1, metavar="[KEY.SUB=VALUE]...")
+@click.option("--one-out", is_flag=True, help="Without each technique that the recipe has.  [default]")
+@click.option("--switch", "switches", multiple=True, metavar="NAME[=KEY=VALUE]", help="Without this one; repeat it.")
+@click.option("--ladder", is_flag=True, help="Against all its ancestors.")
+@click.option("--grid", "grids", multiple=True, metavar="KEY=A,B,C", help="With these values; repeat it to combine.")
+@click.option("--list", "listing", is_flag=True, help="Only say which switches there are, or those of RECIPE.")
+@_race_options
+def ablate(
+    recipe: str | None,
+    words: tuple[str, ...],
+    one_out: bool,
+    switches: tuple[str, ...],
+    ladder: bool,
+    grids: tuple[str, ...],
+    listing: bool,
+    resume: Path | None,
+    **options: Any,
+) -> int:
+    """Race RECIPE against variants of itself, and say what each change is worth and which cannot be told from zero.
+
+    For example: nanosprint ablate sub3 --one-out --runs 4 --budget 30s train.batch_tokens=65536
+    """
+    from nanosprint.evidence import ablate as variants
+
+    if resume is not None:
+        return _resume_race(resume, (*([recipe] if recipe else ()), *words))
+    if listing:
+        return _list_switches(recipe, words)
+    if recipe is None:
+        raise click.UsageError("give a RECIPE, or --resume DIR")
+    if sum([one_out or bool(switches), ladder, bool(grids)]) > 1:
+        raise click.UsageError("choose one of --one-out (or --switch), --ladder and --grid")
+    overrides, execution = _split_overrides(words)
+    if ladder:
+        recipes, left_out = variants.ancestors(recipe, overrides)
+    elif grids:
+        recipes, left_out = variants.grid(recipe, overrides, grids)
+    else:
+        recipes, left_out = variants.without_each(recipe, overrides, switches, one_out or not switches)
+    return _run_race(recipes, execution, baseline=recipe, left_out=left_out, **options)
+
+
+def _list_switches(recipe: str | None, words: tuple[str, ...]) -> int:
+    from nanosprint.recipes import load_recipe
+    from nanosprint.recipes.switches import SWITCHES, one_out
+
+    names = set(SWITCHES) if recipe is None else set(one_out(load_recipe(recipe, words))[0])
+    for switch in SWITCHES.values():
+        if switch.name in names:
+            click.echo(f"{switch.name:<18}{switch.summary}")
+    return 0
+
+
 def _run_race(recipes: "dict[str, Recipe]", execution: dict[str, str], **options: Any) -> int:
     """Plan a race with the options of the command line, carry it out and report."""
     from nanosprint.config.recipe import Execution
@@ -369,8 +424,7 @@ def _carry_on(folder: Path) -> int:
     except (KeyboardInterrupt, SystemExit):
         click.echo(f"go on with `nanosprint race --resume {folder}`", err=True)
         raise
-    report = publish(folder)
-    click.echo(f"report: {folder / 'report.md'}")
+    report = publish(folder, click.echo)
     return EXIT_FAILED if report["problems"] else 0
 
 

@@ -17,8 +17,6 @@ from nanosprint.config.edit import to_dict
 from nanosprint.errors import UserError
 from nanosprint.evidence.series import Race
 from nanosprint.evidence.tally import Result, read_results
-from nanosprint.files import atomic_write
-from nanosprint.results import jsonfile
 from nanosprint.results.record import RunRecord
 from nanosprint.results.stats import (
     difference,
@@ -81,12 +79,6 @@ def make_report(race: Race, folder: Path) -> dict[str, Any]:
         ],
         "results": [to_dict(r) for r in results],
     }
-
-
-def save_report(folder: Path, report: dict[str, Any]) -> None:
-    """Write `report.json` and `report.md`."""
-    jsonfile.write(folder / "report.json", report)
-    atomic_write(folder / "report.md", markdown(report))
 
 
 def _pairs(race: Race) -> list[tuple[str, str]]:
@@ -198,7 +190,7 @@ def _cells(summary: dict[str, Any], field: str, finished: int) -> list[str]:
     form = MEASURES[field][1]
     mean = _or_dash(summary["mean"], form)
     if field == "val_loss":
-        return [mean, _or_dash(summary["sd"], "{:.4f}"), _interval(summary, form)]
+        return [mean, _or_dash(summary["sd"], "{:.4f}"), show_interval(summary, form)]
     half = None if summary["low"] is None else (summary["high"] - summary["low"]) / 2
     text = mean if half is None else f"{mean} ± {form.format(half)}"
     return [text if summary["n"] in (0, finished) else f"{text} ({summary['n']} of {finished})"]
@@ -213,7 +205,7 @@ def difference_table(report: dict[str, Any], field: str) -> tuple[list[str], lis
         head += [f"smallest effect at power {POWER:g}", *effects]
     rows = []
     for d in report["differences"][field]:
-        row = [f"{d['a']} - {d['b']}", _or_dash(d["estimate"], form), _interval(d, form)]
+        row = [f"{d['a']} - {d['b']}", _or_dash(d["estimate"], form), show_interval(d, form)]
         row += [show_p(d["p"]), show_p(d["p_holm"])]
         row.append(f"{d['n'][0]} paired" if d["paired"] else f"{d['n'][0]} and {d['n'][1]}")
         if field == "val_loss":
@@ -256,23 +248,26 @@ def markdown(report: dict[str, Any]) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def print_report(report: dict[str, Any]) -> None:
-    """The tables and notes in a terminal, or as plain text in a file."""
+def race_tables(report: dict[str, Any]) -> list[tuple[list[str], list[list[str]]]]:
+    """What a terminal shows of a race."""
+    compared = report["differences"]["val_loss"]
+    return [summary_table(report), *([difference_table(report, "val_loss")] if compared else [])]
+
+
+def print_tables(tables: Sequence[tuple[list[str], list[list[str]]]], said: Sequence[str]) -> None:
+    """Tables and notes in a terminal, or as plain text in a file."""
     from rich.console import Console
     from rich.table import Table
 
     console = Console()
-    tables = [summary_table(report)]
-    if report["differences"]["val_loss"]:
-        tables.append(difference_table(report, "val_loss"))
     for head, rows in tables:
-        if len(rows) < len(head):  # what is wider than high is turned, to fit a terminal
+        if len(rows) < len(head) - 1:  # what is wider than high is turned, to fit a terminal
             head, *rows = [list(column) for column in zip(head, *rows, strict=True)]
         table = Table(*head)
         for row in rows:
             table.add_row(*row)
         console.print(table)
-    for note in notes(report):
+    for note in said:
         console.print(note, markup=False, highlight=False)
 
 
@@ -288,7 +283,7 @@ def show_p(p: float | None) -> str:
     return f"{p:.3g}" if p >= 1e-4 else "< 0.0001"
 
 
-def _interval(row: dict[str, Any], form: str) -> str:
+def show_interval(row: dict[str, Any], form: str) -> str:
     return "-" if row["low"] is None else f"{form.format(row['low'])} .. {form.format(row['high'])}"
 
 

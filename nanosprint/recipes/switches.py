@@ -6,7 +6,7 @@ for Muon, no position at all for rotary. Nothing else is tuned again, so that an
 in a recipe that was tuned with it.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, is_dataclass, replace
 from typing import Any
 
@@ -26,7 +26,7 @@ from nanosprint.config import (
     Term,
     Windows,
 )
-from nanosprint.config.edit import apply_overrides, to_dict, unknown_key
+from nanosprint.config.edit import unknown_key
 from nanosprint.errors import UserError
 
 ADAM = AdamConfig(betas=(0.9, 0.95), eps=1e-8)
@@ -65,22 +65,18 @@ def without(recipe: Recipe, name: str) -> Recipe:
     if name not in SWITCHES:
         error = unknown_key(name, list(SWITCHES))
         raise UserError(str(error).replace("key", "switch", 1) + f" (known: {', '.join(SWITCHES)})")
-    return _checked(recipe, name, lambda: _tidy(SWITCHES[name].remove(recipe)))
+    return checked(recipe, name, lambda: _tidy(SWITCHES[name].remove(recipe)))
 
 
-def overridden(recipe: Recipe, name: str, overrides: Mapping[str, str]) -> Recipe:
-    """`recipe` with overrides that take a technique out, as a switch of one's own called `name`."""
-    return _checked(recipe, name, lambda: apply_overrides(recipe, overrides))
-
-
-def _checked(recipe: Recipe, name: str, make: Callable[[], Recipe]) -> Recipe:
+def checked(recipe: Recipe, name: str, make: Callable[[], Recipe]) -> Recipe:
+    """What `make` makes of `recipe`, validated. Raises ValueError where that cannot work or is no other recipe."""
     try:
         made = make().validate()
     except UserError:
         raise
     except ValueError as error:
         raise UserError(f"switch {name!r} makes no sense in recipe {recipe.name!r}: {error}") from None
-    if made.hash == recipe.hash:
+    if made == recipe:
         raise UserError(f"switch {name!r} changes nothing in recipe {recipe.name!r}: it has no such technique")
     return made
 
@@ -179,9 +175,8 @@ def _taps(recipe: Recipe) -> set[str]:
 def _tidy(recipe: Recipe) -> Recipe:
     """Without taps that nothing reads, and without gate nets of which no weight takes a column."""
     model = recipe.model
-    parts = to_dict(model)
-    read = set(_held(parts, "source")) | {layer.reads for layer in model.layers}
-    nets = set(_held(parts, "net"))
+    read = {*_held(model, "source"), *_held(model, "reads")}
+    nets = set(_held(model, "net"))
 
     def needed(names: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(name for name in names if name in nets)
@@ -204,12 +199,16 @@ def _tidy(recipe: Recipe) -> Recipe:
     )
 
 
-def _held(tree: Any, key: str) -> list[str]:
-    """All that stands under `key`, anywhere in a tree of plain values."""
-    if isinstance(tree, dict):
-        own = [tree[key]] if isinstance(tree.get(key), str) else []
-        return own + [found for value in tree.values() for found in _held(value, key)]
-    return [found for value in tree for found in _held(value, key)] if isinstance(tree, list) else []
+def _held(value: Any, name: str) -> Iterator[str]:
+    """Every text that stands in a field of that name, anywhere in a tree of specs."""
+    if isinstance(value, tuple):
+        for item in value:
+            yield from _held(item, name)
+    elif is_dataclass(value):
+        for field, item in vars(value).items():
+            if field == name and isinstance(item, str):
+                yield item
+            yield from _held(item, name)
 
 
 def _mapped(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
