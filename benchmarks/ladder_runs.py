@@ -1,19 +1,17 @@
 """Carries out training runs as processes, a GPU each, and keeps what their records say as small rows of JSON."""
 
 import json
-import os
-import queue
 import shutil
-import subprocess
 import sys
-import tempfile
-import threading
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from nanosprint.evidence.jobs import Runner, cold_caches, gpus_for
 from nanosprint.results.record import RunRecord
 from nanosprint.results.runs import RunDir
 
@@ -62,19 +60,23 @@ def run_jobs(
 ) -> None:
     """Carry out those of `jobs` that have no row in `results` yet, `parallel` at a time, in order."""
     results.mkdir(parents=True, exist_ok=True)
-    waiting: queue.SimpleQueue[Job] = queue.SimpleQueue()
-    for one in jobs:
-        if not _is_done(one, results):
-            waiting.put(one)
-    print(f"{waiting.qsize()} of {len(jobs)} runs to do", flush=True)
-    deadline = time.monotonic() + stop_after_s
-    workers = [threading.Thread(target=_work, args=(waiting, results, runs, gpu, deadline)) for gpu in _gpus(parallel)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    if waiting.qsize():
-        print(f"{waiting.qsize()} runs were not started, {stop_after_s:g} s are over: start again for them", flush=True)
+    left = [one for one in jobs if not _is_done(one, results)]
+    print(f"{len(left)} of {len(jobs)} runs to do", flush=True)
+    runner = Runner(partial(print, flush=True))
+
+    def carry_out(one: Job, gpu: str | None) -> str:
+        started = time.monotonic()
+        row = _carry_out(one, runs, gpu, runner)
+        (results / f"{one.name}.json").write_text(json.dumps(row, indent=1) + "\n")
+        loss = "no loss" if row["val_loss"] is None else f"loss {row['val_loss']:.4f}"
+        return (
+            f"{loss}, {row['steps']} steps, {row['tokens_per_s']:,.0f} tokens/s, start-up "
+            f"{row['startup_s']:.0f} s, {time.monotonic() - started:.0f} s in all"
+        )
+
+    not_started = runner.run(left, carry_out, gpus=gpus_for(parallel), stop_after_s=stop_after_s)
+    if not_started:
+        print(f"{not_started} runs were not started, {stop_after_s:g} s are over: start again for them", flush=True)
 
 
 def _is_done(one: Job, results: Path) -> bool:
@@ -83,51 +85,12 @@ def _is_done(one: Job, results: Path) -> bool:
     return path.exists() and json.loads(path.read_text())["overrides"] == one.overrides
 
 
-def _gpus(parallel: int) -> list[str | None]:
-    """What CUDA_VISIBLE_DEVICES is for each worker; None leaves it as it is."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    ids = visible.split(",") if visible else [str(i) for i in range(parallel)]
-    if parallel > len(ids):
-        raise ValueError(f"--gpus-parallel {parallel}, but CUDA_VISIBLE_DEVICES={visible} names {len(ids)}")
-    return list(ids[:parallel]) if parallel > 1 else [None]
-
-
-def _work(waiting: "queue.SimpleQueue[Job]", results: Path, runs: Path, gpu: str | None, deadline: float) -> None:
-    while time.monotonic() < deadline:
-        try:
-            one = waiting.get_nowait()
-        except queue.Empty:
-            return
-        started = time.monotonic()
-        try:
-            row = _carry_out(one, runs, gpu)
-        except (OSError, ValueError) as error:
-            print(f"{one.name}: failed: {error}", flush=True)
-            continue
-        (results / f"{one.name}.json").write_text(json.dumps(row, indent=1) + "\n")
-        loss = "no loss" if row["val_loss"] is None else f"loss {row['val_loss']:.4f}"
-        print(
-            f"{one.name}: {loss}, {row['steps']} steps, {row['tokens_per_s']:,.0f} tokens/s, start-up "
-            f"{row['startup_s']:.0f} s, {time.monotonic() - started:.0f} s in all",
-            flush=True,
-        )
-
-
-def _carry_out(one: Job, runs: Path, gpu: str | None) -> dict[str, Any]:
+def _carry_out(one: Job, runs: Path, gpu: str | None, runner: Runner) -> dict[str, Any]:
     """Run it and read its record. Raises ValueError with the last thing it said where it did not finish."""
     folder = _unused(runs / one.name)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    environment = dict(os.environ)
-    if gpu is not None:
-        environment["CUDA_VISIBLE_DEVICES"] = gpu
-    with tempfile.TemporaryDirectory() as empty, Path(f"{folder}.log").open("w") as log:
-        if one.cold:
-            environment["TORCHINDUCTOR_CACHE_DIR"] = environment["TRITON_CACHE_DIR"] = empty
-        command = [*one.command, str(folder)]
-        code = subprocess.run(command, env=environment, stdout=log, stderr=subprocess.STDOUT).returncode
-    if code:
-        said = Path(log.name).read_text(errors="replace").strip().splitlines()
-        raise ValueError(f"{said[-1] if said else 'nothing said'} (code {code}, {log.name})")
+    with cold_caches() if one.cold else nullcontext({}) as environment:
+        runner.process([*one.command, str(folder)], Path(f"{folder}.log"), gpu=gpu, environment=environment)
     row = row_of(one, folder)
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # gigabytes, and the record has what is asked for
     return row

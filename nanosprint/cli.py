@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from nanosprint.config.recipe import Execution
+    from nanosprint.config.recipe import Execution, Recipe
     from nanosprint.results.record import RunRecord
     from nanosprint.results.runs import RunDir
     from nanosprint.training.request import RunRequest
@@ -305,6 +305,149 @@ def _execution(base: "Execution", words: dict[str, str], device: str | None, gpu
     changes = {**words, **{k: v for k, v in flags.items() if v is not None}}
     result: Execution = apply_overrides(Holder(base), changes).exec
     return result
+
+
+# --- evidence -----------------------------------------------------------------------------------------------------
+
+
+def _race_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """What races and ablations have in common."""
+    options = [
+        click.option("--runs", type=click.IntRange(2), help="Runs of each, with seeds of their own."),
+        click.option("--seed", type=click.IntRange(0), default=1337, show_default=True, help="The first one's."),
+        click.option("--target", type=float, help="Validation loss that the mean is tested against."),
+        click.option("--budget", metavar="60s|20M", help="Fit every schedule into a training time, or into tokens."),
+        click.option("--max-steps", type=click.IntRange(1), help="Stop each run early, schedules unchanged."),
+        click.option("--device", type=click.Choice(["auto", "cpu", "cuda", "mps"])),
+        click.option("--gpus", type=click.IntRange(1), help="Processes of each run."),
+        click.option("--data", type=click.Path(path_type=Path), help="Folder of shards.  [default: each recipe's]"),
+        click.option("--out", type=click.Path(path_type=Path), help="Folder.  [default: runs/<time>-race]"),
+        click.option("--keep-checkpoints", is_flag=True, help="Of finished runs; else they go, gigabytes each."),
+        click.option("--resume", type=click.Path(path_type=Path), metavar="DIR", help="Go on with a race."),
+    ]
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+@cli.command()
+@click.argument("words", nargs=-1, metavar="RECIPE... [KEY.SUB=VALUE]...")
+@_race_options
+def race(words: tuple[str, ...], resume: Path | None, **options: Any) -> int:
+    """Train each RECIPE several times, in turns, and say what can be told about their differences.
+
+    For example: nanosprint race modern sub3 --runs 4 --budget 30s --target 3.28 train.batch_tokens=65536
+
+    Seeds are --seed and those after it. Overrides are for all recipes. Whatever ends a race, --resume DIR goes on.
+    """
+    from nanosprint.recipes import load_recipe
+
+    if resume is not None:
+        return _resume_race(resume, words)
+    names = [word for word in words if "=" not in word]
+    overrides, execution = _split_overrides(tuple(word for word in words if "=" in word))
+    if not names:
+        raise click.UsageError("give a RECIPE or more, or --resume DIR")
+    if len(set(names)) < len(names):
+        raise ValueError(f"recipe {next(n for n in names if names.count(n) > 1)!r} is named twice")
+    return _run_race({name: load_recipe(name, overrides) for name in names}, execution, **options)
+
+
+@cli.command()
+@click.argument("recipe", required=False)
+@click.argument("words", nargs=-1, metavar="[KEY.SUB=VALUE]...")
+@click.option("--one-out", is_flag=True, help="Without each technique that the recipe has.  [default]")
+@click.option("--switch", "switches", multiple=True, metavar="NAME[=KEY=VALUE]", help="Without this one; repeat it.")
+@click.option("--ladder", is_flag=True, help="Against all its ancestors.")
+@click.option("--grid", "grids", multiple=True, metavar="KEY=A,B,C", help="With these values; repeat it to combine.")
+@click.option("--list", "listing", is_flag=True, help="Only say which switches there are, or those of RECIPE.")
+@_race_options
+def ablate(
+    recipe: str | None,
+    words: tuple[str, ...],
+    one_out: bool,
+    switches: tuple[str, ...],
+    ladder: bool,
+    grids: tuple[str, ...],
+    listing: bool,
+    resume: Path | None,
+    **options: Any,
+) -> int:
+    """Race RECIPE against variants of itself, and say what each change is worth and which cannot be told from zero.
+
+    For example: nanosprint ablate sub3 --one-out --runs 4 --budget 30s train.batch_tokens=65536
+    """
+    from nanosprint.evidence import ablate as variants
+
+    if resume is not None:
+        return _resume_race(resume, (*([recipe] if recipe else ()), *words))
+    if listing:
+        return _list_switches(recipe, words)
+    if recipe is None:
+        raise click.UsageError("give a RECIPE, or --resume DIR")
+    if sum([one_out or bool(switches), ladder, bool(grids)]) > 1:
+        raise click.UsageError("choose one of --one-out (or --switch), --ladder and --grid")
+    overrides, execution = _split_overrides(words)
+    if ladder:
+        recipes, left_out = variants.ancestors(recipe, overrides)
+    elif grids:
+        recipes, left_out = variants.grid(recipe, overrides, grids)
+    else:
+        recipes, left_out = variants.without_each(recipe, overrides, switches, one_out or not switches)
+    return _run_race(recipes, execution, baseline=recipe, left_out=left_out, **options)
+
+
+def _list_switches(recipe: str | None, words: tuple[str, ...]) -> int:
+    from nanosprint.recipes import load_recipe
+    from nanosprint.recipes.switches import SWITCHES, one_out
+
+    names = set(SWITCHES) if recipe is None else set(one_out(load_recipe(recipe, words))[0])
+    for switch in SWITCHES.values():
+        if switch.name in names:
+            click.echo(f"{switch.name:<18}{switch.summary}")
+    return 0
+
+
+def _run_race(recipes: "dict[str, Recipe]", execution: dict[str, str], **options: Any) -> int:
+    """Plan a race with the options of the command line, carry it out and report."""
+    from nanosprint.config.recipe import Execution
+    from nanosprint.evidence.race import start
+    from nanosprint.evidence.series import plan_race
+    from nanosprint.training.request import parse_budget
+
+    if options["runs"] is None:
+        raise click.UsageError("say how many --runs each recipe gets: 2 show a spread, 4 and more show small effects")
+    budget, data, out = options.pop("budget"), options.pop("data"), options.pop("out")
+    planned = plan_race(
+        recipes,
+        first_seed=options.pop("seed"),
+        execution=_execution(Execution(), execution, options.pop("device"), options.pop("gpus")),
+        data=None if data is None else str(data),
+        budget=None if budget is None else parse_budget(budget),
+        command=tuple(sys.argv),
+        **options,
+    )
+    return _carry_on(start(planned, out))
+
+
+def _resume_race(folder: Path, words: tuple[str, ...]) -> int:
+    if words:
+        raise ValueError(f"a race keeps its recipes and settings: {words[0]!r} has no place beside --resume")
+    return _carry_on(folder)
+
+
+def _carry_on(folder: Path) -> int:
+    """Carry out a race and report; 1 where a run is missing. However it is stopped, it says how to go on."""
+    from nanosprint.evidence.outcome import publish
+    from nanosprint.evidence.race import carry_on
+
+    try:
+        carry_on(folder, click.echo)
+    except (KeyboardInterrupt, SystemExit):
+        click.echo(f"go on with `nanosprint race --resume {folder}`", err=True)
+        raise
+    report = publish(folder, click.echo)
+    return EXIT_FAILED if report["problems"] else 0
 
 
 # --- recipes ------------------------------------------------------------------------------------------------------

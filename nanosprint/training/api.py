@@ -127,6 +127,7 @@ class _Session:
         self.resume = resume
         self.prepared: Prepared | None = None
         self.graphs = 0  # compiled before the clock started
+        self.began_before = run_dir.metrics_path.exists()
         self.environment = environment()
         display: Display | None = None
         if console and world.is_main:
@@ -185,7 +186,7 @@ class _Session:
         loop = Loop(prepared, self.run_dir, self.log, clock, ceiling, meter)
         if saved is not None:
             loop.resume_from(saved)
-        if self.resume:
+        if self.resume and self.began_before:  # a request that was only written is begun by resuming it, too
             self.log.event("resume", step=prepared.state.step)
         startup_ms = 1000 * (time.time() - self.started)
         parameters = prepared.state.model.num_parameters()

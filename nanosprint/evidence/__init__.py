@@ -1,0 +1,1 @@
+"""Claims and what they rest on: races between recipes, ablations, and the reports of both."""

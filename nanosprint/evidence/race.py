@@ -1,0 +1,77 @@
+"""`nanosprint race`: recipes against each other over several seeds, each run a process of its own.
+
+    race.json        what is to be run, written first (evidence/series.py)
+    <name>-<seed>/   a run directory each, with <name>-<seed>.log beside it: what the process said
+    report.md        the outcome, for people; report.json holds the same numbers and every run's
+
+A run is begun by writing its request and carried out by `nanosprint resume`, so that beginning and going on are one
+thing: after Ctrl-C, a reboot or `kill -9`, `--resume` keeps what is finished and goes on with the rest. A run that
+diverged is an outcome, too, and is kept; one that failed is tried again.
+"""
+
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from nanosprint.data.datasets import ensure_dataset
+from nanosprint.data.lock import locked, try_lock
+from nanosprint.errors import UserError
+from nanosprint.evidence.jobs import Runner, orderly_end
+from nanosprint.evidence.series import Entry, Race, claim_race_dir, load_race, save_race
+from nanosprint.results.record import RunRecord
+from nanosprint.results.runs import RunDir
+from nanosprint.training.request import load_request, save_request
+
+
+def start(race: Race, out: Path | None) -> Path:
+    """Make the race's folder and write its plan. Raises ValueError where its data are missing."""
+    for one in race.contestants:
+        ensure_dataset(one.recipe.data.name, None if race.data is None else Path(race.data))
+    folder = claim_race_dir(out, "race" if race.baseline is None else "ablation")
+    save_race(folder, race)
+    return folder
+
+
+def carry_on(folder: Path, say: Callable[[str], None]) -> Race:
+    """Carry out what is not done yet of the race in `folder`. Raises UserError where another process is at it."""
+    race = load_race(folder)
+    lock = try_lock(folder / ".lock")
+    if lock is None:
+        raise UserError(f"another process is carrying out the race in {folder}: wait for it, or stop it")
+    with lock, orderly_end():
+        left = [entry for entry in race.order if not is_settled(RunDir(folder / entry.dir))]
+        say(f"{len(left)} of {len(race.order)} runs to do, in {folder}")
+        runner = Runner(say)
+        runner.run(left, lambda entry, _gpu: _carry_out(race, entry, folder, runner))
+    return race
+
+
+def is_settled(run: RunDir) -> bool:
+    """Whether a run came to its end, by its last step or by divergence."""
+    if not run.has_record:
+        return False
+    record = RunRecord.load(run)
+    if record.status == "diverged":
+        return True
+    return record.status in ("finished", "stopped") and record.steps >= load_request(run).last_step
+
+
+def _carry_out(race: Race, entry: Entry, folder: Path, runner: Runner) -> str:
+    """Begin a run or go on with it; what came out. Raises ValueError where it failed."""
+    run = RunDir(folder / entry.dir)
+    if not run.has_run:
+        run.path.mkdir(exist_ok=True)
+        save_request(run, race.request(entry, folder))
+    with locked(run.path / ".lock"):  # a run may have outlived the race that began it: it is waited for
+        pass
+    if not is_settled(run):
+        command = [sys.executable, "-m", "nanosprint", "resume", str(run.path)]
+        runner.process(command, Path(f"{run.path}.log"))
+    if not race.keep_checkpoints:
+        shutil.rmtree(run.checkpoints_path, ignore_errors=True)
+    record = RunRecord.load(run)
+    loss = "no loss" if record.val_loss is None else f"loss {record.val_loss:.4f}"
+    rate = "" if record.tokens_per_s is None else f", {record.tokens_per_s:,.0f} tokens/s"
+    seconds = f"{record.train_ms / 1000:.1f} s"
+    return f"{loss}, {record.steps} steps in {seconds}{rate}, start-up {record.startup_ms / 1000:.0f} s"

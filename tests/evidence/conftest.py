@@ -1,0 +1,43 @@
+"""Races of tiny runs, carried out in this process where the process is not what is tested."""
+
+from pathlib import Path
+
+import pytest
+
+from nanosprint.config import Execution
+from nanosprint.evidence.jobs import Runner
+from nanosprint.evidence.series import plan_race
+from nanosprint.recipes import load_recipe
+from nanosprint.results.runs import RunDir
+from nanosprint.training.request import load_request
+
+
+@pytest.fixture
+def in_process(monkeypatch):
+    """Runs without processes of their own; the folders' names in the order in which they were begun."""
+    from nanosprint.training.api import carry_out
+
+    begun = []
+
+    def process(self, command, log, **_):
+        run = RunDir(Path(command[-1]))
+        begun.append(run.name)
+        try:
+            carry_out(load_request(run), run, resume=True)
+        except RuntimeError as error:  # the process would end with a code
+            raise ValueError(str(error)) from error
+
+    monkeypatch.setattr(Runner, "process", process)
+    return begun
+
+
+@pytest.fixture
+def plan(tiny_data):
+    """plan({"name": ("key=value", ...)}, runs=...): a race between variants of the tiny recipe."""
+
+    def make(variants, *, runs=2, first_seed=5, **options):
+        recipes = {name: load_recipe("tiny", words) for name, words in variants.items()}
+        execution = Execution(device="cpu")
+        return plan_race(recipes, runs=runs, first_seed=first_seed, execution=execution, data=str(tiny_data), **options)
+
+    return make

@@ -1,0 +1,186 @@
+"""Races: the plan comes first, turns are taken, nothing is lost to a kill or a failure, budgets are calibrated once."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from nanosprint.config import Execution
+from nanosprint.data.lock import try_lock
+from nanosprint.evidence.race import carry_on, is_settled, start
+from nanosprint.evidence.series import load_race, plan_race
+from nanosprint.recipes import load_recipe
+from nanosprint.results.record import RunRecord
+from nanosprint.results.runs import RunDir, Series
+from nanosprint.training.request import load_request, parse_budget
+
+SHORT = ("train.num_steps=3", "eval.every=1")
+TWO = {"thin": SHORT, "fat": (*SHORT, "model.dim=48")}
+
+
+def test_turns_are_taken_and_every_run_knows_its_place(plan, in_process, tmp_path):
+    race = plan(TWO, runs=3)
+    folder = start(race, tmp_path / "race")
+    assert load_race(folder) == race
+    carry_on(folder, print)
+    assert in_process == ["thin-5", "fat-5", "thin-6", "fat-6", "thin-7", "fat-7"]
+    thin = race.contestant("thin").series
+    assert thin != race.contestant("fat").series
+    for i in range(3):
+        record = RunRecord.load(folder / f"thin-{5 + i}")
+        assert record.series == Series(id=thin, index=i, size=3)
+        assert (record.seed, record.recipe_hash) == (5 + i, load_recipe("tiny", SHORT).hash)
+    events = [line for line in RunDir(folder / "thin-5").read_metrics() if line["kind"] == "event"]
+    assert "resume" not in [event["name"] for event in events]  # it was begun, not resumed
+    assert not list(folder.glob("*/checkpoints"))
+
+
+def test_the_plan_is_there_before_anything_runs(plan, in_process, tmp_path, monkeypatch):
+    folder = start(plan(TWO, keep_checkpoints=True), tmp_path / "race")
+    planned = json.loads((folder / "race.json").read_text())
+    assert [(one["contestant"], one["seed"], one["index"]) for one in planned["order"]] == [
+        ("thin", 5, 0), ("fat", 5, 0), ("thin", 6, 1), ("fat", 6, 1),
+    ]  # fmt: skip
+    assert in_process == []
+    carry_on(folder, print)
+    assert len(list(folder.glob("*/checkpoints/*.pt"))) == 4
+
+
+def test_what_is_finished_is_kept_and_the_rest_made_up_for(plan, in_process, tmp_path):
+    folder = start(plan(TWO), tmp_path / "race")
+    carry_on(folder, print)
+    kept = (folder / "thin-5/record.json").read_bytes()
+    expected = RunRecord.load(folder / "fat-5").val_loss
+    (folder / "fat-5/record.json").unlink()  # killed
+    (folder / "fat-6/record.json").unlink()
+    for path in [*(folder / "fat-6").iterdir()]:  # never begun
+        path.unlink()
+    (folder / "fat-6").rmdir()
+    in_process.clear()
+    carry_on(folder, print)
+    assert in_process == ["fat-5", "fat-6"]
+    assert (folder / "thin-5/record.json").read_bytes() == kept
+    assert RunRecord.load(folder / "fat-5").val_loss == expected
+    in_process.clear()
+    carry_on(folder, print)
+    assert in_process == []
+
+
+def test_a_failing_run_is_told_and_stops_no_other(plan, in_process, tmp_path):
+    said = []
+    wild = (*SHORT, "groups.0.lr=1e38", "groups.1.lr=1e38", "train.num_steps=6")[1:]
+    folder = start(plan({"wild": wild, "thin": SHORT}), tmp_path / "race")
+    carry_on(folder, said.append)
+    assert in_process == ["wild-5", "thin-5", "wild-6", "thin-6"]
+    assert any(line.startswith("wild seed 5: failed: the loss became") for line in said)
+    assert RunRecord.load(folder / "wild-5").status == "diverged"
+    assert RunRecord.load(folder / "thin-6").status == "finished"
+    in_process.clear()
+    carry_on(folder, said.append)
+    assert in_process == []  # divergence is an outcome: trying until it passes would be cheating
+
+
+def test_a_run_that_failed_is_tried_again(plan, in_process, tmp_path, monkeypatch):
+    from nanosprint.training import loop
+
+    def broken(*_):
+        raise ValueError("broken")
+
+    folder = start(plan({"thin": SHORT}), tmp_path / "race")
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "train_step", broken)
+        carry_on(folder, print)
+    assert RunRecord.load(folder / "thin-5").status == "failed"
+    carry_on(folder, print)
+    assert [RunRecord.load(folder / f"thin-{seed}").status for seed in (5, 6)] == ["finished", "finished"]
+
+
+def test_a_time_budget_is_calibrated_once_for_each_recipe(plan, in_process, tmp_path, monkeypatch):
+    from nanosprint.training import setup
+
+    measured = iter([50.0, 100.0])
+    monkeypatch.setattr(setup, "measure_step_ms", lambda *_, **__: next(measured))
+    folder = start(plan(TWO, runs=3, budget=parse_budget("0.5s")), tmp_path / "race")
+    carry_on(folder, print)
+    steps = {name: [RunRecord.load(folder / f"{name}-{seed}").steps for seed in (5, 6, 7)] for name in TWO}
+    assert steps == {"thin": [10, 10, 10], "fat": [5, 5, 5]}
+    assert len({RunRecord.load(folder / f"thin-{seed}").recipe_hash for seed in (5, 6, 7)}) == 1
+
+
+def test_a_run_stopped_by_max_steps_is_settled(plan, in_process, tmp_path):
+    folder = start(plan({"thin": SHORT}, max_steps=2), tmp_path / "race")
+    carry_on(folder, print)
+    run = RunDir(folder / "thin-5")
+    assert (RunRecord.load(run).status, RunRecord.load(run).steps) == ("stopped", 2)
+    assert is_settled(run)
+    assert load_request(run).max_steps == 2
+
+
+def test_refusals(plan, tmp_path, tiny_data):
+    with pytest.raises(ValueError, match="--runs 1: how much seeds scatter takes at least 2"):
+        plan({"thin": SHORT}, runs=1)
+    with pytest.raises(ValueError, match="names give no folder of its own"):
+        plan({"a b": SHORT, "a-b": SHORT})
+    folder = start(plan({"thin": SHORT}), tmp_path / "race")
+    with pytest.raises(ValueError, match="already holds a race: choose another folder, or go on with --resume"):
+        start(plan({"thin": SHORT}), folder)
+    with pytest.raises(ValueError, match="is not empty"):
+        start(plan({"thin": SHORT}), tmp_path)
+    with pytest.raises(ValueError, match="holds no race"):
+        carry_on(tmp_path, print)
+    recipe = load_recipe("tiny", ["data.name=nothing"])
+    race = plan_race({"lost": recipe}, runs=2, first_seed=1, execution=Execution())
+    with pytest.raises(ValueError, match="the data set 'nothing' is not here"):
+        start(race, tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+    lock = try_lock(folder / ".lock")
+    with lock, pytest.raises(ValueError, match="another process is carrying out the race"):
+        carry_on(folder, print)
+    text = (folder / "race.json").read_text()
+    (folder / "race.json").write_text(text.replace('"num_steps": 3', '"num_steps": 4'))
+    with pytest.raises(ValueError, match=r"race.json was edited: the recipe of thin has hash"):
+        load_race(folder)
+
+
+def test_killed_and_resumed_by_the_command_line(tmp_path, tiny_data, nanosprint):
+    """The race is killed while a run trains. That run ends by itself, and --resume waits for it and adds the others."""
+    words = ["race", "tiny", "--runs", "2", "--seed", "3", "--out", "race", "--device", "cpu", "--data", str(tiny_data)]
+    words += ["--target", "5", "train.num_steps=100"]
+    command = [sys.executable, "-m", "nanosprint", *words]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True)
+    metrics, deadline = tmp_path / "race/tiny-3/metrics.jsonl", time.monotonic() + 100
+    while time.monotonic() < deadline and not (metrics.exists() and '"kind": "train"' in metrics.read_text()):
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.communicate(timeout=60)
+    result = nanosprint("race", "--resume", "race")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "2/2" in result.stdout
+    report = json.loads((tmp_path / "race/report.json").read_text())
+    records = [RunRecord.load(tmp_path / f"race/tiny-{seed}") for seed in (3, 4)]
+    assert [row["val_loss"] for row in report["results"]] == [record.val_loss for record in records]
+    assert [(record.steps, record.series.index) for record in records] == [(100, 0), (100, 1)]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["race"], "give a RECIPE or more, or --resume DIR"),
+        (["race", "tiny"], "say how many --runs each recipe gets"),
+        (["race", "tiny", "tiny", "--runs", "2"], "recipe 'tiny' is named twice"),
+        (["race", "tinny", "--runs", "2"], "did you mean 'tiny'?"),
+        (["race", "tiny", "--runs", "1"], "1 is not in the range x>=2"),
+        (["race", "--resume", "nowhere"], "nowhere holds no race"),
+        (["race", "tiny", "--resume", "nowhere"], "'tiny' has no place beside --resume"),
+    ],
+)
+def test_mistakes(words, message, nanosprint):
+    result = nanosprint(*words)
+    assert message in result.stderr
+    assert result.returncode == 2
+    assert "Traceback" not in result.stderr

@@ -1,0 +1,126 @@
+"""Reports: every number again from records and metrics, by numpy and scipy; what does not count is said."""
+
+import json
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from nanosprint.evidence.outcome import publish
+from nanosprint.evidence.race import carry_on, start
+from nanosprint.evidence.report import make_report
+from nanosprint.evidence.series import load_race
+from nanosprint.evidence.tally import at_target, read_results
+from nanosprint.results.record import RunRecord
+from nanosprint.results.runs import RunDir
+
+STEPS = ("train.num_steps=6", "eval.every=1", "eval.tokens=512")
+TARGET = 5.2
+
+
+@pytest.fixture
+def raced(plan, in_process, tmp_path):
+    """The folder of a finished race of three runs each."""
+    variants = {"thin": STEPS, "fat": (*STEPS, "model.dim=48")}
+    folder = start(plan(variants, runs=3, target=TARGET), tmp_path / "race")
+    carry_on(folder, print)
+    return folder
+
+
+def losses(folder, name):
+    return [RunRecord.load(folder / f"{name}-{seed}").val_loss for seed in (5, 6, 7)]
+
+
+def test_numbers_again_from_records_and_metrics(raced, capsys):
+    report = publish(raced, print)
+    assert json.loads((raced / "report.json").read_text()) == report
+    thin, fat = losses(raced, "thin"), losses(raced, "fat")
+    for one, values in zip(report["contestants"], (thin, fat), strict=True):
+        loss = one["measures"]["val_loss"]
+        assert (loss["n"], loss["mean"], loss["sd"]) == (
+            3,
+            pytest.approx(np.mean(values)),
+            pytest.approx(np.std(values, ddof=1)),
+        )
+        interval = stats.t.interval(0.95, 2, np.mean(values), stats.sem(values))
+        assert (loss["low"], loss["high"]) == pytest.approx(interval)
+        expected = stats.ttest_1samp(values, TARGET, alternative="less")
+        assert (one["below_target"]["t"], one["below_target"]["p"]) == pytest.approx(tuple(expected))
+        seconds = [RunRecord.load(raced / f"{one['name']}-{seed}").train_ms / 1000 for seed in (5, 6, 7)]
+        assert one["measures"]["train_s"]["mean"] == pytest.approx(np.mean(seconds))
+    (row,) = report["differences"]["val_loss"]
+    expected = stats.ttest_rel(fat, thin)
+    assert (row["a"], row["b"], row["paired"], row["n"]) == ("fat", "thin", True, [3, 3])
+    assert (row["estimate"], row["p"], row["p_holm"]) == pytest.approx(
+        (np.mean(fat) - np.mean(thin), expected.pvalue, expected.pvalue)
+    )
+    assert (row["low"], row["high"]) == pytest.approx(tuple(expected.confidence_interval()))
+    assert row["runs_needed"]["0.001"] >= row["runs_needed"]["0.002"] >= row["runs_needed"]["0.005"] >= 2
+    said = capsys.readouterr().out
+    text = (raced / "report.md").read_text()
+    assert f"{np.mean(thin):.4f}" in said
+    assert f"| thin | 3/3 | 6 | {np.mean(thin):.4f} |" in text
+    assert "512" in text  # validation targets
+
+
+def test_to_target_by_interpolation(raced):
+    results, _ = read_results(load_race(raced), raced)
+    for result in results:
+        lines = [line for line in RunDir(raced / result.dir).read_metrics() if line["kind"] == "val"]
+        falling = np.array([line["loss"] for line in lines])
+        first = int(np.argmax(falling <= TARGET))
+        around = slice(first, first - 2, -1)  # numpy wants ascending points
+        for field, value in (("train_ms", 1000 * result.time_to_target_s), ("tokens", result.tokens_to_target)):
+            points = [line[field] for line in lines]
+            assert first > 0
+            assert value == pytest.approx(np.interp(TARGET, falling[around], points[around]))
+        assert result.energy_to_target_j is None or "energy_j" in lines[0]
+
+
+def test_at_target_at_its_edges():
+    lines = [{"loss": 4.0, "t": 10, "e": 1.0}, {"loss": 3.0, "t": 20}, {"loss": 3.5, "t": 30}, {"loss": 2.0, "t": 40}]
+    assert at_target(lines, 3.5, "t") == 15
+    assert at_target(lines, 3.0, "t") == 20
+    assert at_target(lines, 2.9, "t") == pytest.approx(34)
+    assert at_target(lines, 4.5, "t") == 10  # below from the first: no earlier point to start a line from
+    assert at_target(lines, 1.9, "t") is None
+    assert at_target(lines, 3.5, "e") is None  # measured at one end only
+
+
+def test_what_does_not_count_is_said(raced):
+    (raced / "thin-5/record.json").unlink()
+    path = raced / "fat-6/metrics.jsonl"
+    path.write_text(path.read_text().replace('"tokens": 512', '"tokens": 513', 1))
+    report = make_report(load_race(raced), raced)
+    assert {(p["contestant"], p["seed"], p["problem"]) for p in report["problems"]} == {
+        ("thin", 5, "not finished"),
+        ("fat", 6, "its metrics are not those that its record was made from"),
+    }
+    (row,) = report["differences"]["val_loss"]  # only seed 7 is shared: no longer paired
+    assert (row["paired"], row["n"]) == (False, [2, 2])
+    thin, fat = losses_of(raced, "thin", (6, 7)), losses_of(raced, "fat", (5, 7))
+    assert row["p"] == pytest.approx(stats.ttest_ind(fat, thin, equal_var=False).pvalue)
+    path = raced / "fat-5/record.json"
+    path.write_text(path.read_text().replace('"seed": 5', '"seed": 9'))
+    report = make_report(load_race(raced), raced)
+    assert "its record is that of another run (seed 9" in report["problems"][1]["problem"]
+    (row,) = report["differences"]["val_loss"]
+    assert (row["estimate"], row["p"]) == (None, None)  # one run shows no spread
+
+
+def losses_of(folder, name, seeds):
+    return [RunRecord.load(folder / f"{name}-{seed}").val_loss for seed in seeds]
+
+
+def test_runs_of_unlike_recipes_are_refused(raced):
+    path = raced / "thin-6/record.json"
+    recipe_hash = RunRecord.load(raced / "thin-6").recipe_hash
+    path.write_text(path.read_text().replace(recipe_hash, "0" * 12))
+    with pytest.raises(ValueError, match=r"thin-6 trained recipe 0{12}, other runs of thin"):
+        make_report(load_race(raced), raced)
+
+
+def test_unlike_conditions_are_said(raced):
+    path = raced / "thin-6/record.json"
+    path.write_text(path.read_text().replace('"compute": "fp32"', '"compute": "bf16"'))
+    assert make_report(load_race(raced), raced)["conditions"]["unlike"] == ["compute"]
