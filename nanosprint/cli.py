@@ -197,14 +197,15 @@ def sample(
 @cli.command()
 @click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("--out", type=click.Path(path_type=Path), help="PNG or SVG.  [default: loss.png in the first run]")
-@click.option("--x", type=click.Choice(["step", "tokens", "seconds"]), default="step", show_default=True)
-def plot(runs: tuple[Path, ...], out: Path | None, x: Any) -> None:
+@click.option("--x", type=click.Choice(["step", "tokens", "seconds", "joules"]), default="step", show_default=True)
+@click.option("--bands/--no-bands", default=True, help="Mean and range of 3 runs or more of a recipe.  [default: on]")
+def plot(runs: tuple[Path, ...], out: Path | None, x: Any, bands: bool) -> None:
     """Draw the loss curves of RUNS."""
     from nanosprint.results.plots import plot_runs
     from nanosprint.results.runs import RunDir
 
     out = out or RunDir(runs[0]).require().loss_plot_path
-    plot_runs(runs, out, x=x)
+    plot_runs(runs, out, x=x, bands=bands)
     click.echo(f"loss curve: {out}")
 
 
