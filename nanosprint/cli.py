@@ -209,6 +209,34 @@ def plot(runs: tuple[Path, ...], out: Path | None, x: Any, bands: bool) -> None:
     click.echo(f"loss curve: {out}")
 
 
+@cli.command()
+@click.argument("dirs", nargs=-1, type=click.Path(path_type=Path), metavar="[DIR]...")
+@click.option("--target", type=float, help="Loss to stay below.  [default: 3.28 on FineWeb, else none]")
+@click.option("--alpha", type=float, default=0.01, show_default=True, help="Level of the test against the target.")
+def leaderboard(dirs: tuple[Path, ...], target: float | None, alpha: float) -> None:
+    """Rank all runs below DIRs, by default runs and records."""
+    from rich.console import Console
+
+    from nanosprint.results.board_text import print_leaderboard
+    from nanosprint.results.leaderboard import leaderboard as rank_all
+
+    print_leaderboard(rank_all(dirs, target=target, alpha=alpha), Console())
+
+
+@cli.command("import")
+@click.argument("logs", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="LOG...")
+@click.option("--out", required=True, type=click.Path(path_type=Path), help="Folder to make; one run a log below it.")
+@click.option("--name", help="Name of the recipe.  [default: after the log's file or folder]")
+@click.option("--batch-tokens", type=click.IntRange(1), help="Tokens of each step: gives an axis of tokens.")
+@click.option("--devices", help="On what it ran, for the leaderboard: '8 x NVIDIA H100'.")
+def import_(logs: tuple[Path, ...], out: Path, name: str | None, batch_tokens: int | None, devices: str | None) -> None:
+    """Make runs out of text LOGs of modded-nanogpt or llm.c, to be drawn and listed beside one's own."""
+    from nanosprint.results.importing import import_logs
+
+    for run in import_logs(logs, out, name=name, batch_tokens=batch_tokens, devices=devices):
+        click.echo(f"imported: {run.path}")
+
+
 def _carry_out(request: "RunRequest", run_dir: "RunDir | None", *, resume: bool) -> None:
     """Train in this process, or in several; the main one says how it ended."""
     if request.execution.allocator in ("auto", "expandable"):

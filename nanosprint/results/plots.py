@@ -17,6 +17,7 @@ from nanosprint.extras import require
 from nanosprint.files import atomic_write
 from nanosprint.results.curves import AXES, Axis, Curve, RunCurves, banded, load_curves
 from nanosprint.results.runs import RunDir
+from nanosprint.results.words import duration, short
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (5, 2, 1, 2)))  # once the colours are used up
@@ -141,7 +142,7 @@ def _style(axes: Any, x: Axis) -> None:
     axes.tick_params(colors=FAINT, labelsize=9, length=3)
     axes.tick_params(axis="y", length=0)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=x in ("step", "tokens")))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _short(value)))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
     axes.set_xlabel(AXES[x][1], color=FAINT, fontsize=10)
     axes.set_ylabel("loss (nats per token)", color=FAINT, fontsize=10)
     axes.margins(x=0.02)
@@ -203,7 +204,7 @@ def _outcome(run: RunCurves) -> str:
     state = "" if run.status == "finished" else f"  ({run.status or 'no record yet'})"
     if run.num_runs > 1:
         loss = f"mean {loss} of {run.num_runs} runs"
-    return f"{loss} after {_duration(run.seconds)} of training and {_short(run.tokens)} tokens{state}"
+    return f"{loss} after {duration(run.seconds)} of training and {short(run.tokens)} tokens{state}"
 
 
 def _outcome_of_many(runs: Sequence[RunCurves]) -> str:
@@ -228,20 +229,6 @@ def _names(runs: Sequence[RunCurves]) -> list[str]:
 
 def _band_name(run: RunCurves) -> str:
     return f"{run.recipe}, {run.num_runs} seeds"
-
-
-def _short(value: float) -> str:
-    """1500 -> 1,500; 33000000 -> 33 M."""
-    for unit, letter in ((1e9, "B"), (1e6, "M")):
-        if abs(value) >= unit:
-            return f"{value / unit:.3g} {letter}"
-    return f"{value:,.0f}" if abs(value) >= 10 or value == int(value) else f"{value:.2g}"
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:.1f} s"
-    return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
 def _render(figure: Any, kind: str, dpi: int) -> bytes:
