@@ -223,6 +223,33 @@ def leaderboard(dirs: tuple[Path, ...], target: float | None, alpha: float) -> N
     print_leaderboard(rank_all(dirs, target=target, alpha=alpha), Console())
 
 
+@cli.command()
+@click.argument("dirs", nargs=-1, type=click.Path(path_type=Path), metavar="[DIR]...")
+@click.option("--out", type=click.Path(path_type=Path), default=Path("report.html"), show_default=True)
+@click.option("--target", type=float, help="Loss to stay below.  [default: 3.28 on FineWeb, else none]")
+@click.option("--alpha", type=float, default=0.01, show_default=True, help="Level of the test against the target.")
+@click.option("--title", default="nanosprint leaderboard", show_default=True)
+def report(dirs: tuple[Path, ...], out: Path, target: float | None, alpha: float, title: str) -> None:
+    """Rank all runs below DIRs in one HTML page that needs nothing but itself."""
+    from nanosprint.results.leaderboard import leaderboard as rank_all
+    from nanosprint.results.report import write_report
+
+    write_report(rank_all(dirs, target=target, alpha=alpha), out, title=title, base_of=_base_of)
+    click.echo(f"report: {out} ({out.stat().st_size / 1e3:,.0f} kB)")
+
+
+def _base_of(recipe: dict[str, Any]) -> tuple[str, dict[str, Any]] | None:
+    """What a recorded recipe is compared with: its parent, or without one the recipe of its name."""
+    from nanosprint.config.edit import to_dict
+    from nanosprint.recipes import all_recipes, load_recipe
+
+    entry = all_recipes().get(str(recipe.get("name")))
+    if entry is None:
+        return None
+    base = entry.parent or entry.name
+    return base, to_dict(load_recipe(base))
+
+
 @cli.command("import")
 @click.argument("logs", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="LOG...")
 @click.option("--out", required=True, type=click.Path(path_type=Path), help="Folder to make; one run a log below it.")

@@ -79,7 +79,7 @@ def _draw(runs: Sequence[RunCurves], x: Axis, title: str | None, size_inches: tu
         ends += _draw_run(axes, run, name, index, num_runs=len(runs))
     # the smoothed line sets the range: single noisy batches need not fit
     axes.set_ylim(*loss_range([c for run in runs for c in (run.line, run.val) if c.x]))
-    _style(axes, x)
+    style(axes, x)
     if len(ends) > MOST_DIRECT_LABELS:
         columns = math.ceil(len(ends) / 28)
         axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.03), frameon=False, fontsize=8, labelcolor=INK,
@@ -102,7 +102,7 @@ def _draw_run(axes: Any, run: RunCurves, name: str, index: int, *, num_runs: int
         train_colour, line = "#8a8a8a" if grey else colour, run.line
         if run.train.x and num_runs <= MOST_RAW:
             axes.plot(*_points(run.train), color=train_colour, alpha=0.3 if single else 0.14, linewidth=0.7, zorder=1)
-        _draw_band(axes, line, train_colour, strength=0.12 if has_val else 0.25)
+        draw_band(axes, line, train_colour, strength=0.12 if has_val else 0.25)
         label = f"{name}  {line.y[-1]:.3f}"
         axes.plot(*_points(line), linestyle=dash, color=train_colour, alpha=1.0 if single or not has_val else 0.45,
                   linewidth=1.2 if single or not has_val else 0.9, marker="." if len(line.x) < 30 else None, zorder=2,
@@ -112,7 +112,7 @@ def _draw_run(axes: Any, run: RunCurves, name: str, index: int, *, num_runs: int
         elif not has_val:
             ends.append((line.y[-1], label, colour))
     if has_val:
-        _draw_band(axes, run.val, colour, strength=0.25)
+        draw_band(axes, run.val, colour, strength=0.25)
         label = f"{name}  {run.val.y[-1]:.3f}"
         axes.plot(*_points(run.val), linestyle=dash, color=colour, linewidth=1.8, marker="o", zorder=3, label=label,
                   markersize=5.0 if len(run.val.x) <= 40 else 2.5, markeredgecolor="white",
@@ -121,7 +121,7 @@ def _draw_run(axes: Any, run: RunCurves, name: str, index: int, *, num_runs: int
     return ends
 
 
-def _draw_band(axes: Any, curve: Curve, colour: str, strength: float) -> None:
+def draw_band(axes: Any, curve: Curve, colour: str, strength: float) -> None:
     """The range of a band's runs, lightly; nothing for a single run."""
     if curve.low is not None:
         axes.fill_between(curve.x, curve.low, curve.high, color=colour, alpha=strength, linewidth=0, zorder=1)
@@ -131,20 +131,21 @@ def _points(curve: Curve) -> tuple[list[float], list[float]]:
     return curve.x, curve.y
 
 
-def _style(axes: Any, x: Axis) -> None:
+def style(axes: Any, x: Axis, *, faint: str = FAINT, grid: str = GRID) -> None:
+    """Quiet axes of loss over `x`: horizontal lines, no frame, counts as people read them."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
-    axes.spines["bottom"].set_color(FAINT)
-    axes.grid(axis="y", color=GRID, linewidth=0.8)
+    axes.spines["bottom"].set_color(faint)
+    axes.grid(axis="y", color=grid, linewidth=0.8)
     axes.set_axisbelow(True)
-    axes.tick_params(colors=FAINT, labelsize=9, length=3)
+    axes.tick_params(colors=faint, labelsize=9, length=3)
     axes.tick_params(axis="y", length=0)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=x in ("step", "tokens")))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
-    axes.set_xlabel(AXES[x][1], color=FAINT, fontsize=10)
-    axes.set_ylabel("loss (nats per token)", color=FAINT, fontsize=10)
+    axes.set_xlabel(AXES[x][1], color=faint, fontsize=10)
+    axes.set_ylabel("loss (nats per token)", color=faint, fontsize=10)
     axes.margins(x=0.02)
 
 
