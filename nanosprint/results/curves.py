@@ -16,7 +16,7 @@ from statistics import fmean
 from typing import Any, Literal
 
 from nanosprint.errors import UserError
-from nanosprint.results.metrics import effective_lines
+from nanosprint.results.metrics import effective_lines, read_metrics
 from nanosprint.results.record import RunRecord
 from nanosprint.results.runs import RunDir
 
@@ -60,10 +60,10 @@ class RunCurves:
 
 def load_curves(run: RunDir, x: Axis) -> RunCurves:
     """The curves of a run. Raises ValueError where it has no finite loss, or lacks the axis."""
-    request = run.read_request()
-    lines = run.read_metrics()
-    train, val = effective_lines(lines, "train"), effective_lines(lines, "val")
     record = RunRecord.load(run) if run.has_record else None
+    request = _request(run, record)
+    lines = list(read_metrics(run.metrics_path))
+    train, val = effective_lines(lines, "train"), effective_lines(lines, "val")
     if not any(_finite(line.get("loss")) for line in (*train, *val)):
         raise UserError(f"{run.path} has nothing to plot: no line of its {run.metrics_path.name} holds a finite loss")
     if x == "joules":
@@ -82,6 +82,13 @@ def load_curves(run: RunDir, x: Axis) -> RunCurves:
         tokens=last.get("tokens", 0),
         status=record.status if record else None,
     )
+
+
+def _request(run: RunDir, record: RunRecord | None) -> dict[str, Any]:
+    """What was asked for; kept records may come without it, and say the same of the recipe."""
+    if record is None or run.has_run:
+        return run.read_request()
+    return {"recipe": record.recipe, "recipe_hash": record.recipe_hash, "seed": record.seed}
 
 
 def recipe_key(request: Mapping[str, Any]) -> str:

@@ -82,8 +82,10 @@ def _draw(runs: Sequence[RunCurves], x: Axis, title: str | None, size_inches: tu
     style(axes, x)
     if len(ends) > MOST_DIRECT_LABELS:
         columns = math.ceil(len(ends) / 28)
-        axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.03), frameon=False, fontsize=8, labelcolor=INK,
+        legend = axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.03), frameon=False, fontsize=8, labelcolor=INK,
                     labelspacing=0.25, ncols=columns, handlelength=1.6)  # fmt: skip
+        for text in legend.get_texts():
+            text.set_parse_math(False)  # a name may hold dollars
     else:
         figure.draw_without_rendering()  # labels are spaced in pixels, so the layout must be settled
         _label_ends(axes, ends)
@@ -157,7 +159,7 @@ def _label_ends(axes: Any, ends: Sequence[tuple[float, str, str]]) -> None:
     wanted = [min(1.0, max(0.0, (y - low) / (high - low))) for y, _, _ in ends]
     for (_, text, colour), place in zip(ends, spread(wanted, line_height), strict=True):
         axes.annotate(text, (1.0, place), xycoords="axes fraction", xytext=(8, 0), textcoords="offset points",
-                      color=colour, fontsize=9.5, va="center", annotation_clip=False)  # fmt: skip
+                      color=colour, fontsize=9.5, va="center", annotation_clip=False, parse_math=False)  # fmt: skip
 
 
 def spread(wanted: Sequence[float], gap: float) -> list[float]:
@@ -195,7 +197,7 @@ def _head(axes: Any, runs: Sequence[RunCurves], title: str | None) -> None:
     second = _outcome(runs[0]) if len(runs) == 1 else _outcome_of_many(runs)
     if any(run.num_runs > 1 for run in runs):
         second += "; bands: lowest to highest run"
-    axes.set_title(title, loc="left", color=INK, fontsize=13, fontweight="bold", pad=24)
+    axes.set_title(title, loc="left", color=INK, fontsize=13, fontweight="bold", pad=24, parse_math=False)
     axes.annotate(second, (0, 1), xycoords="axes fraction", xytext=(0, 8), textcoords="offset points",
                   color=FAINT, fontsize=9.5, annotation_clip=False)  # fmt: skip
 

@@ -178,23 +178,24 @@ def _charts(page: Page, entry: Entry) -> str:
 
 
 def _loss(page: Page, entry: Entry, x: Axis) -> str:
-    caption = {"step": "Loss over steps", "seconds": "Loss over seconds of training"}[x]
+    caption = {"step": "Loss over steps", "seconds": "Loss over seconds"}[x]
     try:
         runs = banded([load_curves(r.run, x) for r in entry.results])
     except ValueError as error:
         return _figure(caption, f'<p class="missing">Not drawn: {_text(error)}.</p>')
     names = ["" if len(runs) == 1 else f", {_who(r)}" for r in runs]
     chart = loss_chart(lines_of(runs, names), x, page.salt())
-    band = "; band: lowest to highest run" if any(r.num_runs > 1 for r in runs) else ""
-    return _figure(caption + band, _interactive(page, chart, caption))
+    band = "band: lowest to highest run" if any(r.num_runs > 1 for r in runs) else ""
+    return _figure(caption, _interactive(page, chart, caption), band)
 
 
 def _who(run: RunCurves) -> str:
     return f"mean of {run.num_runs}" if run.num_runs > 1 else run.run.name if run.seed is None else f"seed {run.seed}"
 
 
-def _figure(caption: str, inner: str) -> str:
-    return f'<figure class="card"><figcaption>{_text(caption)}</figcaption>{inner}</figure>'
+def _figure(caption: str, inner: str, note: str = "") -> str:
+    small = f"<small>{_text(note)}</small>" if note else ""
+    return f'<figure class="card"><figcaption>{_text(caption)}{small}</figcaption>{inner}</figure>'
 
 
 def _interactive(page: Page, chart: Chart, caption: str) -> str:
@@ -224,10 +225,10 @@ def _overview(page: Page, board: Board) -> str:
         return ""
     chart = loss_chart(lines, "seconds", page.salt())
     more = len(board.entries) - len(lines)
-    some = "" if more == 0 else f" ({_count(more, 'entry', 'entries')} not shown)"
+    some = "" if more == 0 else f"{_count(more, 'entry', 'entries')} not shown"
     drawn = _interactive(page, chart, "Validation loss over seconds")
     inner = f'<div class="split">{drawn}<ul class="keys">{"".join(keys)}</ul></div>'
-    return f'<div class="overview">{_figure("Validation loss over seconds of training" + some, inner)}</div>'
+    return f'<div class="overview">{_figure("Validation loss over seconds", inner, some)}</div>'
 
 
 def _key(line: Line, entry: Entry) -> str:

@@ -64,6 +64,14 @@ def test_bands_in_a_picture(tmp_path):
     assert "mean validation loss 1.600 of 3 runs after 2.0 s of training" in words_of(tmp_path / "one.svg")
 
 
+def test_names_are_no_formulas(tmp_path):
+    runs = [make_run(tmp_path / f"{i}$\\x$", (3.0, 2.0), hash=f"{i}") for i in range(20)]
+    plot_runs(runs[:2], tmp_path / "two.svg", title=r"50 $\x$")
+    plot_runs(runs, tmp_path / "many.svg")
+    assert r"50 $\x$" in words_of(tmp_path / "two.svg")
+    assert r"19$\x$" in words_of(tmp_path / "many.svg")
+
+
 def test_joules_between_readings_lie_on_a_line_over_time(tmp_path):
     run = make_run(tmp_path / "run", (5.0, 4.0, 3.0, 2.0, 1.0), val=[(4, 2.5)], energy=[(2, 100.0), (4, 400.0)])
     curves = load_curves(run, "joules")

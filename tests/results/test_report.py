@@ -62,7 +62,8 @@ def runs(tmp_path):
     for seed in range(4):
         make(root / f"slow{seed}", name=HOSTILE, hash="2" * 12, seed=seed, loss=3.272, seconds=120.0)
     make(root / "single", name="base", hash="3" * 12, seed=0, loss=3.31, seconds=60.0)
-    make(root / "bare", name="bare", hash="4" * 12, seed=0, loss=3.4, seconds=200.0, log=False)
+    make(root / "kept", name="kept", hash="5" * 12, seed=0, loss=3.5, seconds=90.0).request_path.unlink()
+    make(root / "bare4", name="bare", hash="4" * 12, seed=0, loss=3.4, seconds=200.0, log=False)
     log = tmp_path / "main.log"
     log.write_text("s:0 tel:11.0\ns:250 tel:6.46\ns:260 trl:6.40 lr:1e-4\n")
     import_logs([log], root / "imported", name="llm.c")
@@ -132,7 +133,7 @@ def test_what_the_page_tells(runs, tmp_path):
     assert "Ranked by mean training time of the whole run" in words
     assert "Not ranked: mean loss is above the target 3.28." in words
     assert "Training time over runs" in words
-    assert "bare" in words
+    assert "bare4" in words  # the folder of the record without a log
     assert "Not drawn:" in words  # the record without a log
     assert "has no 'train_ms', which x='seconds' needs" in words  # the imported one
     assert re.search(r"<b>model\.act</b> <del>&quot;gelu&quot;</del> <ins>&quot;relu2&quot;</ins>", text)
@@ -236,16 +237,16 @@ def test_in_chromium(runs, tmp_path, browser):
         return browser.find_element(By.XPATH, f"(//table)[1]//th/button[normalize-space(.)='{head}']")
 
     hostile = HOSTILE.split()[0]
-    assert [n[:20] for n in names()] == ["quick", hostile[:20], "base", "bare"]
+    assert [n[:20] for n in names()] == ["quick", hostile[:20], "base", "bare", "kept"]
     shoot("desktop-light.png")
 
     sort_button("loss").click()
-    assert [n[:20] for n in names()] == [hostile[:20], "quick", "base", "bare"]
+    assert [n[:20] for n in names()] == [hostile[:20], "quick", "base", "bare", "kept"]
     sort_button("loss").send_keys(Keys.ENTER)  # by keyboard, the other way round
-    assert [n[:20] for n in names()] == ["bare", "base", "quick", hostile[:20]]
+    assert [n[:20] for n in names()] == ["kept", "bare", "base", "quick", hostile[:20]]
     assert sort_button("loss").find_element(By.XPATH, "..").get_attribute("aria-sort") == "descending"
     sort_button("p").click()  # entries without a p come last
-    assert set(names()[2:]) == {"base", "bare"}
+    assert set(names()[2:]) == {"base", "bare", "kept"}
 
     chart = browser.find_element(By.CSS_SELECTOR, "details[open] .chart.hover")
     browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", chart)

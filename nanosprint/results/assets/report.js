@@ -47,6 +47,15 @@ const openEntry = () => {
 addEventListener("hashchange", openEntry);
 openEntry();
 
+// Charts stretch with the page; their text keeps the size of small print.
+const sizes = new ResizeObserver((entries) => {
+  for (const { target, contentRect } of entries) {
+    const units = target.firstElementChild.viewBox.baseVal.width / contentRect.width;
+    target.style.setProperty("--print", 11 * Math.max(0.55, Math.min(1.45, units)) + "px");
+  }
+});
+document.querySelectorAll(".chart").forEach((chart) => sizes.observe(chart));
+
 // Values under the pointer, or under the arrow keys: every line's point nearest in x.
 const CHARTS = JSON.parse(document.getElementById("charts").textContent);
 const element = (name, text) => {
