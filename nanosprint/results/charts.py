@@ -15,8 +15,8 @@ from nanosprint.results.curves import AXES, Axis, Curve, RunCurves
 from nanosprint.results.plots import draw_band, loss_range, style
 from nanosprint.results.words import duration
 
-SIZE = (460.0, 256.0)  # of the drawing, in its own units, which are points at its natural size
-BOX = (42.0, 8.0, 408.0, 208.0)  # the axes within: left, top, width, height
+SIZE = (460.0, 264.0)  # of the drawing, in its own units, which are points at its natural size
+BOX = (38.0, 8.0, 414.0, 208.0)  # the axes within: left, top, width, height
 MOST_POINTS = 240  # of a line
 NUM_COLOURS = 7
 MARKS = {f"#00{i:02x}fe": f"var(--s{i})" for i in range(NUM_COLOURS)}  # stand-ins and what they become
@@ -63,7 +63,7 @@ def loss_chart(lines: Sequence[Line], x: Axis, salt: str) -> Chart:
         _draw(axes, line)
     axes.set_ylim(*loss_range([line.curve for line in thin]))
     style(axes, x, faint=FAINT, grid=GRID)
-    axes.set_ylabel("loss", color=FAINT, fontsize=10)
+    _label(axes, AXES[x][1])
     data = {
         "size": SIZE,
         "box": BOX,
@@ -80,13 +80,10 @@ def histogram(seconds: Sequence[float], salt: str) -> str:
     figure, axes = _axes()
     bins = max(3, math.ceil(math.sqrt(len(seconds))))
     axes.hist(seconds, bins=bins, color=next(iter(MARKS)), edgecolor=CARD, linewidth=1.5, rwidth=0.96)
-    axes.plot(seconds, [-0.06] * len(seconds), "|", color=FAINT, markersize=7, clip_on=False,
-              transform=axes.get_xaxis_transform())  # fmt: skip
     style(axes, "seconds", faint=FAINT, grid=GRID)
-    axes.tick_params(axis="x", pad=10)
-    axes.set_xlabel(f"seconds of training, {duration(min(seconds))} to {duration(max(seconds))}", color=FAINT)
-    axes.set_ylabel("runs", color=FAINT, fontsize=10)
+    _label(axes, f"seconds of training, {duration(min(seconds))} to {duration(max(seconds))}")
     axes.yaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.get_major_locator().set_params(nbins=4)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:.6g}")
     return _svg(figure, salt)
 
@@ -109,6 +106,13 @@ def _axes() -> tuple[Any, Any]:
     figure = Figure(figsize=(width / 72, height / 72), facecolor="none")
     axes = figure.add_axes((left / width, 1 - (top + h) / height, w / width, h / height), facecolor="none")
     return figure, axes
+
+
+def _label(axes: Any, text: str) -> None:
+    """What is along the axis; what is up it stands in the caption, since its label has no room on a phone."""
+    axes.set_xlabel(text, color=FAINT, fontsize=10, labelpad=9)
+    axes.set_ylabel("")
+    axes.tick_params(axis="x", pad=5)
 
 
 def _draw(axes: Any, line: Line) -> None:

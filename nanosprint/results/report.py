@@ -172,7 +172,7 @@ def _charts(page: Page, entry: Entry) -> str:
         svg = histogram(seconds, page.salt() + "h")
         label = f"Histogram of the training times of {len(seconds)} runs"
         parts.append(
-            _figure("Training time over runs", f'<div class="chart" role="img" aria-label="{label}">{svg}</div>')
+            _figure("Runs by training time", f'<div class="chart" role="img" aria-label="{label}">{svg}</div>')
         )
     return "".join(parts)
 

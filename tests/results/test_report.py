@@ -132,7 +132,7 @@ def test_what_the_page_tells(runs, tmp_path):
     words = " ".join(Elements(text).texts)
     assert "Ranked by mean training time of the whole run" in words
     assert "Not ranked: mean loss is above the target 3.28." in words
-    assert "Training time over runs" in words
+    assert "Runs by training time" in words
     assert "bare4" in words  # the folder of the record without a log
     assert "Not drawn:" in words  # the record without a log
     assert "has no 'train_ms', which x='seconds' needs" in words  # the imported one
