@@ -197,14 +197,15 @@ def sample(
 @cli.command()
 @click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("--out", type=click.Path(path_type=Path), help="PNG or SVG.  [default: loss.png in the first run]")
-@click.option("--x", type=click.Choice(["step", "tokens", "seconds"]), default="step", show_default=True)
-def plot(runs: tuple[Path, ...], out: Path | None, x: Any) -> None:
+@click.option("--x", type=click.Choice(["step", "tokens", "seconds", "joules"]), default="step", show_default=True)
+@click.option("--bands/--no-bands", default=True, help="Mean and range of 3 runs or more of a recipe.  [default: on]")
+def plot(runs: tuple[Path, ...], out: Path | None, x: Any, bands: bool) -> None:
     """Draw the loss curves of RUNS."""
     from nanosprint.results.plots import plot_runs
     from nanosprint.results.runs import RunDir
 
     out = out or RunDir(runs[0]).require().loss_plot_path
-    plot_runs(runs, out, x=x)
+    plot_runs(runs, out, x=x, bands=bands)
     click.echo(f"loss curve: {out}")
 
 
@@ -228,6 +229,61 @@ def verify(runs: tuple[Path, ...], target: float, alpha: float, as_json: bool) -
     else:
         show(verdict)
     return 0 if verdict.accepted else EXIT_FAILED
+
+
+@cli.command()
+@click.argument("dirs", nargs=-1, type=click.Path(path_type=Path), metavar="[DIR]...")
+@click.option("--target", type=float, help="Loss to stay below.  [default: 3.28 on FineWeb, else none]")
+@click.option("--alpha", type=float, default=0.01, show_default=True, help="Level of the test against the target.")
+def leaderboard(dirs: tuple[Path, ...], target: float | None, alpha: float) -> None:
+    """Rank all runs below DIRs, by default runs and records."""
+    from rich.console import Console
+
+    from nanosprint.results.board_text import print_leaderboard
+    from nanosprint.results.leaderboard import leaderboard as rank_all
+
+    print_leaderboard(rank_all(dirs, target=target, alpha=alpha), Console())
+
+
+@cli.command()
+@click.argument("dirs", nargs=-1, type=click.Path(path_type=Path), metavar="[DIR]...")
+@click.option("--out", type=click.Path(path_type=Path), default=Path("report.html"), show_default=True)
+@click.option("--target", type=float, help="Loss to stay below.  [default: 3.28 on FineWeb, else none]")
+@click.option("--alpha", type=float, default=0.01, show_default=True, help="Level of the test against the target.")
+@click.option("--title", default="nanosprint leaderboard", show_default=True)
+def report(dirs: tuple[Path, ...], out: Path, target: float | None, alpha: float, title: str) -> None:
+    """Rank all runs below DIRs in one HTML page that needs nothing but itself."""
+    from nanosprint.results.leaderboard import leaderboard as rank_all
+    from nanosprint.results.report import write_report
+
+    write_report(rank_all(dirs, target=target, alpha=alpha), out, title=title, base_of=_base_of)
+    click.echo(f"report: {out} ({out.stat().st_size / 1e3:,.0f} kB)")
+
+
+def _base_of(recipe: dict[str, Any]) -> tuple[str, dict[str, Any]] | None:
+    """What a recorded recipe is compared with: its parent, or without one the recipe of its name."""
+    from nanosprint.config.edit import to_dict
+    from nanosprint.recipes import all_recipes, load_recipe
+
+    entry = all_recipes().get(str(recipe.get("name")))
+    if entry is None:
+        return None
+    base = entry.parent or entry.name
+    return base, to_dict(load_recipe(base))
+
+
+@cli.command("import")
+@click.argument("logs", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="LOG...")
+@click.option("--out", required=True, type=click.Path(path_type=Path), help="Folder to make; one run a log below it.")
+@click.option("--name", help="Name of the recipe.  [default: after the log's file or folder]")
+@click.option("--batch-tokens", type=click.IntRange(1), help="Tokens of each step: gives an axis of tokens.")
+@click.option("--devices", help="On what it ran, for the leaderboard: '8 x NVIDIA H100'.")
+def import_(logs: tuple[Path, ...], out: Path, name: str | None, batch_tokens: int | None, devices: str | None) -> None:
+    """Make runs out of text LOGs of modded-nanogpt or llm.c, to be drawn and listed beside one's own."""
+    from nanosprint.results.importing import import_logs
+
+    for run in import_logs(logs, out, name=name, batch_tokens=batch_tokens, devices=devices):
+        click.echo(f"imported: {run.path}")
 
 
 def _carry_out(request: "RunRequest", run_dir: "RunDir | None", *, resume: bool) -> None:

@@ -2,9 +2,10 @@
 
 Lines have a `kind`: "train" and "val" carry `step`, `tokens`, `loss`, `train_ms` and whatever else the loop measures,
 "event" carries a `name`. `step` is the number of optimizer steps that are done, so a checkpoint at step s agrees with
-every line up to s. A process may be killed in the middle of a write, so the last line may be torn: a line counts once
-its newline is there. A run that was killed and resumed repeats steps: the event "resume" with its `step` s says that
-everything logged before it beyond s never happened, and among equal steps the last line holds.
+every line up to s. Where energy is measured, every "val" line and now and then a "train" line has `energy_j`, the
+joules of all devices so far. A process may be killed in the middle of a write, so the last line may be torn: a line
+counts once its newline is there. A run that was killed and resumed repeats steps: the event "resume" with its `step` s
+says that everything logged before it beyond s never happened, and among equal steps the last line holds.
 
 JSON has no NaN, yet a diverged loss must be on record: it is written as null with "nonfinite": "nan" beside it
 (for another field than the loss: "<field>_nonfinite"), and reading gives the number back.

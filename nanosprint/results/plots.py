@@ -1,57 +1,29 @@
 """Loss curves of one or several runs, as PNG or SVG.
 
 Training loss is noisy and there is much of it: drawn raw and faint, with a smoothed line on top. Validation loss is
-what counts: drawn with a mark at every point, and named with its last value where it ends. Colours are Okabe and
+what counts: drawn with a mark at every point, and named with its last value where it ends. Runs that differ in their
+seed alone are drawn as one line, their mean, in a band from the lowest to the highest of them. Colours are Okabe and
 Ito's, which colour-blind readers can tell apart too.
 """
 
 import io
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from nanosprint.errors import UserError
 from nanosprint.extras import require
 from nanosprint.files import atomic_write
-from nanosprint.results.metrics import effective_lines
-from nanosprint.results.record import RunRecord
+from nanosprint.results.curves import AXES, Axis, Curve, RunCurves, banded, load_curves
 from nanosprint.results.runs import RunDir
+from nanosprint.results.words import duration, short
 
-Axis = Literal["step", "tokens", "seconds"]
-AXES: dict[str, tuple[str, str, float]] = {  # metrics field, label, factor
-    "step": ("step", "optimizer steps", 1.0),
-    "tokens": ("tokens", "training tokens", 1.0),
-    "seconds": ("train_ms", "seconds of training", 1e-3),
-}
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (5, 2, 1, 2)))  # once the colours are used up
 INK, FAINT, GRID = "#222222", "#6f6f6f", "#e6e6e6"
 MOST_DIRECT_LABELS = 16  # more lines than that get a legend: labels would no longer find room
 MOST_RAW = 4  # runs whose single batches are drawn: those of more would bury the lines
-
-
-@dataclass(frozen=True)
-class Curve:
-    """Finite points of one kind, ascending in x."""
-
-    x: list[float]
-    y: list[float]
-
-
-@dataclass(frozen=True)
-class RunCurves:
-    """All that is drawn of a run."""
-
-    run: RunDir
-    recipe: str
-    seed: Any
-    train: Curve
-    val: Curve
-    seconds: float
-    tokens: int
-    status: str | None  # None: no record yet
 
 
 def plot_runs(
@@ -62,10 +34,12 @@ def plot_runs(
     title: str | None = None,
     size_inches: tuple[float, float] = (8.0, 4.5),
     dpi: int = 160,
+    bands: bool = True,
 ) -> Path:
-    """Draw training and validation loss of runs over steps, tokens or seconds into `out` (.png or .svg), atomically.
+    """Draw training and validation loss of runs over steps, tokens, seconds or joules into `out` (.png or .svg).
 
-    Runs that are going on can be drawn. Returns `out`. Raises ValueError for an unknown axis or suffix, a folder
+    Three runs or more of one recipe become a band, unless `bands` is off. Runs that are going on can be drawn. The
+    file is written atomically. Returns `out`. Raises ValueError for an unknown axis or suffix, a folder
     without a run, a run without losses, and where matplotlib is missing.
     """
     out = Path(out)
@@ -77,47 +51,8 @@ def plot_runs(
         raise UserError("no run was given to plot")
     require("matplotlib", extra="quickstart", purpose="a plot")
     runs = [load_curves(r if isinstance(r, RunDir) else RunDir(r), x) for r in run_dirs]
-    figure = _draw(runs, x, title, size_inches)
+    figure = _draw(banded(runs) if bands else runs, x, title, size_inches)
     atomic_write(out, _render(figure, out.suffix.lower()[1:], dpi))
-    return out
-
-
-def load_curves(run: RunDir, x: Axis) -> RunCurves:
-    """The curves of a run. Raises ValueError where it has no finite loss, or lacks the axis."""
-    request = run.read_request()
-    lines = run.read_metrics()
-    train, val = effective_lines(lines, "train"), effective_lines(lines, "val")
-    curves = [_curve(kept, x, run.metrics_path) for kept in (train, val)]
-    if not curves[0].x and not curves[1].x:
-        raise UserError(f"{run.path} has nothing to plot: no line of its {run.metrics_path.name} holds a finite loss")
-    last = max((*train[-1:], *val[-1:]), key=lambda line: line["step"])
-    return RunCurves(
-        run=run,
-        recipe=str(_dig(request, "recipe", "name") or run.name),
-        seed=_dig(request, "seed"),
-        train=curves[0],
-        val=curves[1],
-        seconds=last.get("train_ms", 0.0) / 1e3,
-        tokens=last.get("tokens", 0),
-        status=RunRecord.load(run).status if run.has_record else None,
-    )
-
-
-def _dig(value: Any, *keys: str) -> Any:
-    for key in keys:
-        value = value.get(key) if isinstance(value, dict) else None
-    return value
-
-
-def smooth(y: Sequence[float], width: int) -> list[float]:
-    """Centred mean over `width` neighbours (odd), narrower at the ends so that these are not bent."""
-    sums = [0.0]
-    for value in y:
-        sums.append(sums[-1] + value)
-    half, out = width // 2, []
-    for i in range(len(y)):
-        reach = min(half, i, len(y) - 1 - i)
-        out.append((sums[i + reach + 1] - sums[i - reach]) / (2 * reach + 1))
     return out
 
 
@@ -133,19 +68,6 @@ def loss_range(curves: Sequence[Curve]) -> tuple[float, float]:
     return low - margin, high + margin
 
 
-def _curve(lines: Sequence[Mapping[str, Any]], x: Axis, path: Path) -> Curve:
-    field, _, factor = AXES[x]
-    lacking = next((line for line in lines if field not in line), None)
-    if lacking is not None:
-        raise UserError(f"{path}: step {lacking['step']} has no {field!r}, which x={x!r} needs")
-    points = [(line[field] * factor, line["loss"]) for line in lines if _finite(line.get("loss"))]
-    return Curve([p[0] for p in points], [p[1] for p in points])
-
-
-def _finite(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
-
-
 def _draw(runs: Sequence[RunCurves], x: Axis, title: str | None, size_inches: tuple[float, float]) -> Any:
     """The figure. Built without pyplot, so that nothing global (backend, style, open figures) is touched."""
     from matplotlib.figure import Figure
@@ -156,12 +78,14 @@ def _draw(runs: Sequence[RunCurves], x: Axis, title: str | None, size_inches: tu
     for index, (run, name) in enumerate(zip(runs, _names(runs), strict=True)):
         ends += _draw_run(axes, run, name, index, num_runs=len(runs))
     # the smoothed line sets the range: single noisy batches need not fit
-    axes.set_ylim(*loss_range([c for run in runs for c in (_smoothed(run.train), run.val) if c.x]))
-    _style(axes, x)
+    axes.set_ylim(*loss_range([c for run in runs for c in (run.line, run.val) if c.x]))
+    style(axes, x)
     if len(ends) > MOST_DIRECT_LABELS:
         columns = math.ceil(len(ends) / 28)
-        axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.03), frameon=False, fontsize=8, labelcolor=INK,
+        legend = axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.03), frameon=False, fontsize=8, labelcolor=INK,
                     labelspacing=0.25, ncols=columns, handlelength=1.6)  # fmt: skip
+        for text in legend.get_texts():
+            text.set_parse_math(False)  # a name may hold dollars
     else:
         figure.draw_without_rendering()  # labels are spaced in pixels, so the layout must be settled
         _label_ends(axes, ends)
@@ -175,11 +99,12 @@ def _draw_run(axes: Any, run: RunCurves, name: str, index: int, *, num_runs: int
     colour = COLOURS[index % len(COLOURS)]
     dash = DASHES[index // len(COLOURS) % len(DASHES)]
     ends = []
-    if run.train.x:
+    if run.line.x:
         grey = single and has_val
-        train_colour, line = "#8a8a8a" if grey else colour, _smoothed(run.train)
-        if num_runs <= MOST_RAW:
+        train_colour, line = "#8a8a8a" if grey else colour, run.line
+        if run.train.x and num_runs <= MOST_RAW:
             axes.plot(*_points(run.train), color=train_colour, alpha=0.3 if single else 0.14, linewidth=0.7, zorder=1)
+        draw_band(axes, line, train_colour, strength=0.12 if has_val else 0.25)
         label = f"{name}  {line.y[-1]:.3f}"
         axes.plot(*_points(line), linestyle=dash, color=train_colour, alpha=1.0 if single or not has_val else 0.45,
                   linewidth=1.2 if single or not has_val else 0.9, marker="." if len(line.x) < 30 else None, zorder=2,
@@ -189,6 +114,7 @@ def _draw_run(axes: Any, run: RunCurves, name: str, index: int, *, num_runs: int
         elif not has_val:
             ends.append((line.y[-1], label, colour))
     if has_val:
+        draw_band(axes, run.val, colour, strength=0.25)
         label = f"{name}  {run.val.y[-1]:.3f}"
         axes.plot(*_points(run.val), linestyle=dash, color=colour, linewidth=1.8, marker="o", zorder=3, label=label,
                   markersize=5.0 if len(run.val.x) <= 40 else 2.5, markeredgecolor="white",
@@ -197,28 +123,31 @@ def _draw_run(axes: Any, run: RunCurves, name: str, index: int, *, num_runs: int
     return ends
 
 
+def draw_band(axes: Any, curve: Curve, colour: str, strength: float) -> None:
+    """The range of a band's runs, lightly; nothing for a single run."""
+    if curve.low is not None:
+        axes.fill_between(curve.x, curve.low, curve.high, color=colour, alpha=strength, linewidth=0, zorder=1)
+
+
 def _points(curve: Curve) -> tuple[list[float], list[float]]:
     return curve.x, curve.y
 
 
-def _smoothed(curve: Curve) -> Curve:
-    return Curve(curve.x, smooth(curve.y, 2 * (len(curve.y) // 80) + 1))
-
-
-def _style(axes: Any, x: Axis) -> None:
+def style(axes: Any, x: Axis, *, faint: str = FAINT, grid: str = GRID) -> None:
+    """Quiet axes of loss over `x`: horizontal lines, no frame, counts as people read them."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
-    axes.spines["bottom"].set_color(FAINT)
-    axes.grid(axis="y", color=GRID, linewidth=0.8)
+    axes.spines["bottom"].set_color(faint)
+    axes.grid(axis="y", color=grid, linewidth=0.8)
     axes.set_axisbelow(True)
-    axes.tick_params(colors=FAINT, labelsize=9, length=3)
+    axes.tick_params(colors=faint, labelsize=9, length=3)
     axes.tick_params(axis="y", length=0)
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=x != "seconds"))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _short(value)))
-    axes.set_xlabel(AXES[x][1], color=FAINT, fontsize=10)
-    axes.set_ylabel("loss (nats per token)", color=FAINT, fontsize=10)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=x in ("step", "tokens")))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
+    axes.set_xlabel(AXES[x][1], color=faint, fontsize=10)
+    axes.set_ylabel("loss (nats per token)", color=faint, fontsize=10)
     axes.margins(x=0.02)
 
 
@@ -230,7 +159,7 @@ def _label_ends(axes: Any, ends: Sequence[tuple[float, str, str]]) -> None:
     wanted = [min(1.0, max(0.0, (y - low) / (high - low))) for y, _, _ in ends]
     for (_, text, colour), place in zip(ends, spread(wanted, line_height), strict=True):
         axes.annotate(text, (1.0, place), xycoords="axes fraction", xytext=(8, 0), textcoords="offset points",
-                      color=colour, fontsize=9.5, va="center", annotation_clip=False)  # fmt: skip
+                      color=colour, fontsize=9.5, va="center", annotation_clip=False, parse_math=False)  # fmt: skip
 
 
 def spread(wanted: Sequence[float], gap: float) -> list[float]:
@@ -266,7 +195,9 @@ def _head(axes: Any, runs: Sequence[RunCurves], title: str | None) -> None:
     if title is None:
         title = ", ".join(names) if len(names) <= 3 else f"{len(names)} recipes"
     second = _outcome(runs[0]) if len(runs) == 1 else _outcome_of_many(runs)
-    axes.set_title(title, loc="left", color=INK, fontsize=13, fontweight="bold", pad=24)
+    if any(run.num_runs > 1 for run in runs):
+        second += "; bands: lowest to highest run"
+    axes.set_title(title, loc="left", color=INK, fontsize=13, fontweight="bold", pad=24, parse_math=False)
     axes.annotate(second, (0, 1), xycoords="axes fraction", xytext=(0, 8), textcoords="offset points",
                   color=FAINT, fontsize=9.5, annotation_clip=False)  # fmt: skip
 
@@ -274,41 +205,33 @@ def _head(axes: Any, runs: Sequence[RunCurves], title: str | None) -> None:
 def _outcome(run: RunCurves) -> str:
     loss = f"validation loss {run.val.y[-1]:.3f}" if run.val.y else f"training loss {run.train.y[-1]:.3f}"
     state = "" if run.status == "finished" else f"  ({run.status or 'no record yet'})"
-    return f"{loss} after {_duration(run.seconds)} of training and {_short(run.tokens)} tokens{state}"
+    if run.num_runs > 1:
+        loss = f"mean {loss} of {run.num_runs} runs"
+    return f"{loss} after {duration(run.seconds)} of training and {short(run.tokens)} tokens{state}"
 
 
 def _outcome_of_many(runs: Sequence[RunCurves]) -> str:
     best = min((run.val.y[-1] for run in runs if run.val.y), default=None)
     losses = "" if best is None else f", final validation loss from {best:.3f}; training loss faint"
-    return f"{len(runs)} runs{losses}"
+    return f"{sum(run.num_runs for run in runs)} runs{losses}"
 
 
 def _names(runs: Sequence[RunCurves]) -> list[str]:
     """The shortest names that tell the runs apart: recipe, else with the seed, else the folder."""
     ways: list[Callable[[RunCurves], str]] = [
         lambda run: run.recipe,
-        lambda run: f"{run.recipe}, seed {run.seed}",
-        lambda run: run.run.name,
+        lambda run: f"{run.recipe}, seed {run.seed}" if run.num_runs == 1 else _band_name(run),
+        lambda run: run.run.name if run.num_runs == 1 else f"{_band_name(run)}, {run.key[:12]}",
     ]
     for way in ways:
         names = [way(run) for run in runs]
         if len(set(names)) == len(names):
             return names
-    return [str(run.run.path) for run in runs]
+    return [str(run.run.path) if run.num_runs == 1 else names[i] for i, run in enumerate(runs)]
 
 
-def _short(value: float) -> str:
-    """1500 -> 1,500; 33000000 -> 33 M."""
-    for unit, letter in ((1e9, "B"), (1e6, "M")):
-        if abs(value) >= unit:
-            return f"{value / unit:.3g} {letter}"
-    return f"{value:,.0f}" if abs(value) >= 10 or value == int(value) else f"{value:.2g}"
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:.1f} s"
-    return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+def _band_name(run: RunCurves) -> str:
+    return f"{run.recipe}, {run.num_runs} seeds"
 
 
 def _render(figure: Any, kind: str, dpi: int) -> bytes:

@@ -117,7 +117,7 @@ class RunRecord:
         if isinstance(path, RunDir) or file.is_dir():
             run = RunDir(file)
             if not run.has_record:
-                run.require()
+                run.require_own()
                 raise UserError(
                     f"{run.path} has no record yet: the run is going on or was killed; "
                     f"`nanosprint resume {run.path}` finishes it"

@@ -98,6 +98,20 @@ class RunDir:
             )
         return self
 
+    @property
+    def imported_from(self) -> str | None:
+        """The log that `nanosprint import` made this run from, or None for a run of this program."""
+        return self.read_request().get("imported", {}).get("log")
+
+    def require_own(self) -> "RunDir":
+        """Return self; raise ValueError where this is no run directory, or an imported one."""
+        if self.require().imported_from is not None:
+            raise UserError(
+                f"{self.path} was imported from {self.imported_from}: it has losses and times as that log tells them, "
+                "but no record, recipe or weights, so it can be drawn and listed, not verified, resumed or sampled"
+            )
+        return self
+
     def read_request(self) -> dict[str, Any]:
         """What was asked for, as `train.request` wrote it. Raises ValueError without a run and for a damaged file."""
         return jsonfile.read_object(self.require().request_path)

@@ -33,6 +33,8 @@ from nanosprint.training.step import train_step
 from nanosprint.training.stopping import StopRequest
 from nanosprint.training.warmup import validation_batch_tokens
 
+ENERGY_EVERY_S = 2.0  # between two readings on the clock: each takes up to a few milliseconds of it
+
 
 @dataclass
 class Outcome:
@@ -55,6 +57,7 @@ class Loop:
         self.stage = ModelStage(run.state.model)
         self.pending: list[tuple[int, int, Tensor, int, Any]] = []  # step, tokens, loss sum, step's tokens, mark
         self._has_prefixes = False
+        self._energy_at, self._energy_seen = time.monotonic(), (0.0, 0.0)  # last reading: when; train_ms and joules
         self.memory = PeakMemory(run.world.device)
         self.memory.resume()  # warm-up does not count
         self.saved_step, self.saved_at = run.state.step, time.monotonic()
@@ -71,6 +74,7 @@ class Loop:
         if step > last:
             raise UserError(f"the run is at step {step} already, beyond --max-steps {last}")
         self.outcome.wait_s = saved["wait_s"]
+        self._energy_seen = (self.run.state.train_ms, self.meter.energy_j or 0.0)
         self.saved_step = self.run.state.step
 
     def epochs_read(self) -> float:
@@ -219,6 +223,7 @@ class Loop:
             train_ms=self.clock.train_ms,
             val_tokens=self.outcome.val.tokens,
             val_ms=1000 * (time.perf_counter() - start),
+            **self._energy_fields(self.clock.train_ms),
         )
         self.memory.resume()
         if not math.isfinite(self.outcome.val.loss):
@@ -256,8 +261,11 @@ class Loop:
         return stop.signum is not None
 
     def energy(self) -> tuple[float | None, str | None]:
-        """Joules of all processes so far, or None and why. Every process must call it."""
-        own = self.meter.energy_j
+        """Joules of all processes so far, or None and why. Every process must call it.
+
+        While the clock runs this reads the counter, which costs time; else the sum is known.
+        """
+        own = self.meter.read()
         totals = sum_over_processes(torch.tensor([own or 0.0, float(own is None)], dtype=torch.float64)).tolist()
         if totals[1]:
             return None, self.meter.reason or "another process could not measure its energy"
@@ -278,12 +286,27 @@ class Loop:
             event.synchronize()
         return event
 
+    def _energy_due(self) -> bool:
+        """Whether a log line gets the joules: they are free while the clock stands; every process agrees."""
+        return not self.clock.running or bool(from_first(time.monotonic() - self._energy_at >= ENERGY_EVERY_S))
+
+    def _energy_fields(self, train_ms: float) -> dict[str, float]:
+        """`energy_j` so far and mean `watts` since the last reading, for a line; nothing where it is not measured."""
+        joules, _ = self.energy()
+        self._energy_at = time.monotonic()
+        if joules is None:
+            return {}
+        (seen_ms, seen_j), self._energy_seen = self._energy_seen, (train_ms, joules)
+        watts = {"watts": 1000 * (joules - seen_j) / (train_ms - seen_ms)} if train_ms > seen_ms else {}
+        return {"energy_j": joules, **watts}
+
     def _live(self, tokens: int, train_ms: float) -> dict[str, Any]:
-        """Figures for the progress line."""
+        """Figures for the progress line, and the energy so far now and then."""
         rate = 1000 * tokens / train_ms if train_ms else 0.0
         per_s = rate * self.flops_per_token
         mfu = None if not self.peak.flops else per_s / (self.peak.flops * self.run.world.size)
-        return {"tokens_per_s": rate, "mfu": mfu, "memory_bytes": self.memory.read()}
+        energy = self._energy_fields(train_ms) if self._energy_due() else {}
+        return {"tokens_per_s": rate, "mfu": mfu, "memory_bytes": self.memory.read(), **energy}
 
 
 def _ms_between(start: Any, stop: Any) -> float:

@@ -99,7 +99,7 @@ def save_request(run_dir: RunDir, request: RunRequest) -> None:
 
 def load_request(run_dir: RunDir) -> RunRequest:
     """What a run was asked for. Raises UserError for a file of another schema or an edited recipe."""
-    stored = run_dir.read_request()
+    stored = run_dir.require_own().read_request()
     schema, recipe_hash = stored.pop("schema", None), stored.pop("recipe_hash", None)
     where = run_dir.request_path
     if schema != SCHEMA:

@@ -10,7 +10,8 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from nanosprint.results import RunDir, encode_line, plot_runs
-from nanosprint.results.plots import Curve, load_curves, loss_range, smooth, spread
+from nanosprint.results.curves import Curve, load_curves, smooth
+from nanosprint.results.plots import loss_range, spread
 
 
 def make_run(path, train=(), val=(), recipe="tiny", seed=0, fields=True):
@@ -72,7 +73,7 @@ def test_svg_text_tells_the_outcome(tmp_path, x):
 @pytest.mark.parametrize("count", [2, 5, 20])
 def test_several_runs_are_each_named(tmp_path, count):
     runs = [make_run(tmp_path / f"r{i}", falling(range(1, 60), i), [(59, 1.5 + i / 100)], seed=i) for i in range(count)]
-    plot_runs(runs, tmp_path / "all.svg", title="Ten seeds")
+    plot_runs(runs, tmp_path / "all.svg", title="Ten seeds", bands=False)
     words = " ".join(ET.fromstring((tmp_path / "all.svg").read_bytes()).itertext())
     assert "Ten seeds" in words
     for i in range(count):
@@ -98,7 +99,7 @@ def test_curves_follow_resumes_and_leave_out_nan(tmp_path):
 
 def test_bad_input(tmp_path):
     run = make_run(tmp_path / "run", [(1, 2.0)])
-    with pytest.raises(ValueError, match="x='hours': the axes are step, tokens, seconds"):
+    with pytest.raises(ValueError, match="x='hours': the axes are step, tokens, seconds, joules"):
         plot_runs([run], tmp_path / "a.png", "hours")
     with pytest.raises(ValueError, match=r"a\.pdf: a plot is a \.png or a \.svg file"):
         plot_runs([run], tmp_path / "a.pdf")
