@@ -143,7 +143,8 @@ class Recipe:
         windows = schedule.windows
         return StepPlan(
             step=step,
-            lr_factor=schedule.lr.factor(step, num_steps),
+            lr_factor=schedule.lr_factor(step, num_steps),
+            own_factors=self._own_factors(step),
             momentum=momentum,
             batch_tokens=self.train.batch_tokens,
             seq_len=self.row_tokens(self.train.batch_tokens),
@@ -155,6 +156,7 @@ class Recipe:
         return StepPlan(
             step=step,
             lr_factor=stages.lr_factor(step, num_steps),
+            own_factors=self._own_factors(step),
             momentum=momentum,
             batch_tokens=stage.batch_tokens,
             seq_len=self.row_tokens(stage.batch_tokens),
@@ -164,6 +166,10 @@ class Recipe:
             yarn=stages.long_windows(step, num_steps),
             split=stages.is_split(step, num_steps),
         )
+
+    def _own_factors(self, step: int) -> tuple[tuple[str, float], ...]:
+        own = [(group.role, group.cooldown) for group in self.groups if group.cooldown is not None]
+        return tuple((role, self.schedule.lr_factor(step, self.train.num_steps, share)) for role, share in own)
 
     def row_tokens(self, batch_tokens: int) -> int:
         """Tokens of a row: a lane, where documents fill it."""
@@ -298,6 +304,8 @@ class Recipe:
             ("schedule.windows.block", windows and windows.block, windows is None or windows.block >= 1, "at least 1"),
         ]
         for i, group in enumerate(self.groups):
+            if group.cooldown is not None:
+                self.schedule.validate_cooldown(f"groups.{i}.cooldown", group.cooldown, train.num_steps)
             checks += [
                 (f"groups.{i}.lr", group.lr, 0 <= group.lr < float("inf"), "0 or more, and finite"),
                 (f"groups.{i}.every", group.every, group.every >= 1, "at least 1"),

@@ -32,17 +32,17 @@ class LRSchedule:
     cooldown_steps: int = steps_field()
     floor: float = 0.0
 
-    def factor(self, step: int, num_steps: int) -> float:
-        """The factor at `step` in 0 .. num_steps - 1."""
+    def factor(self, step: int, num_steps: int, cooldown: float | None = None) -> float:
+        """The factor at `step` in 0 .. num_steps - 1; a trapezoid's `cooldown` in shares of the run, if not its own."""
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps
         if self.shape == "cosine":
             progress = (step - self.warmup_steps) / max(1, num_steps - self.warmup_steps)
             return self.floor + (1 - self.floor) * 0.5 * (1 + math.cos(math.pi * progress))
-        left = num_steps - step
-        if left >= self.cooldown_steps:
+        left, falling = num_steps - step, self.cooldown_steps if cooldown is None else round(cooldown * num_steps)
+        if left >= falling:
             return 1.0
-        return self.floor + (1 - self.floor) * left / self.cooldown_steps
+        return self.floor + (1 - self.floor) * left / falling
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,12 +175,15 @@ class StageSchedule:
                 return span
         raise ValueError(f"step={step}: the run has {num_steps} steps, counted from 0")
 
-    def lr_factor(self, step: int, num_steps: int) -> float:
-        """The factor on every learning rate: `cooldown` starts from the multiplier of the stage that is on."""
+    def lr_factor(self, step: int, num_steps: int, cooldown: float | None = None) -> float:
+        """The factor on every learning rate: `cooldown` starts from the multiplier of the stage that is on.
+
+        A group may bring a `cooldown` of its own.
+        """
         scheduled = num_steps - self.extension_steps
         if step >= scheduled:
             return self.floor
-        start = int(scheduled * (1 - self.cooldown))
+        start = int(scheduled * (1 - (self.cooldown if cooldown is None else cooldown)))
         part = max(0, step - start) / max(1, scheduled - start)
         return self.span(step, num_steps).stage.lr * (1 - part) + self.floor * part
 
@@ -267,6 +270,11 @@ class StepPlan:
     loss: LossWeights | None = None  # None: the next token's cross entropy, as in all validation
     yarn: tuple[int, ...] = ()  # the long windows so far, in tokens, for rotary's extension; equal neighbours merged
     split: bool = False  # whether embedding and head part after this step's update, or have
+    own_factors: tuple[tuple[str, float], ...] = ()  # role and factor of groups with a cool-down of their own
+
+    def factor_of(self, role: str) -> float:
+        """What the rate of the group of this role is multiplied by."""
+        return dict(self.own_factors).get(role, self.lr_factor)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -277,6 +285,28 @@ class Schedule:
     momentum: MomentumSchedule | None = None
     windows: WindowSchedule | None = None
     stages: StageSchedule | None = None  # then it decides batch, windows and the rate's factor, and `lr` has no say
+
+    def lr_factor(self, step: int, num_steps: int, cooldown: float | None = None) -> float:
+        """The rate's factor, with another `cooldown` than the curve's own if one is given: a share of the steps."""
+        if self.stages is not None:
+            return self.stages.lr_factor(step, num_steps, cooldown)
+        return self.lr.factor(step, num_steps, cooldown)
+
+    def validate_cooldown(self, key: str, cooldown: float, num_steps: int) -> None:
+        """Raise ValueError if a group's own `cooldown`, at `key`, cannot work."""
+        if not 0 <= cooldown <= 1:
+            raise ValueError(f"{key}={cooldown}: it must be between 0 and 1, or none for the schedule's")
+        if self.stages is not None:
+            return
+        if self.lr.shape == "cosine":
+            raise ValueError(
+                f"{key}={cooldown}, but schedule.lr.shape=cosine has no cool-down: take trapezoid, or {key}=none"
+            )
+        if self.lr.warmup_steps + round(cooldown * num_steps) > num_steps:
+            raise ValueError(
+                f"{key}={cooldown} of train.num_steps={num_steps} and {self.lr.warmup_steps} warm-up steps do not fit "
+                "into the run: lower one of them"
+            )
 
     def validate(self, num_steps: int) -> None:
         if self.stages is not None:

@@ -130,7 +130,7 @@ class BankPart(Part):
 
     def update(self, plan: StepPlan) -> None:
         if self.optimizer is not None:
-            set_rates(self.optimizer, plan)
+            set_rates(self.optimizer, plan, self.group.role)
             self.optimizer.step()
         self.clear()
 
@@ -228,7 +228,7 @@ class TablePart(Part):
         raise ValueError(f"train.grad_clip cannot be had with the sparse gradients of {self.name}: set it to none")
 
     def update(self, plan: StepPlan) -> None:
-        set_rates(self.optimizer, plan)
+        set_rates(self.optimizer, plan, self.group.role)
         self.optimizer.step()
         self.clear()
 
@@ -272,10 +272,11 @@ def shard_index(bank: Bank) -> int:
     return place()[0] if bank.shards > 1 else 0
 
 
-def set_rates(optimizer: torch.optim.Optimizer, plan: StepPlan) -> None:
-    """Write the step's learning rate, and its momentum where the schedule has one, into the groups."""
+def set_rates(optimizer: torch.optim.Optimizer, plan: StepPlan, role: str) -> None:
+    """Write the step's learning rate for `role`, and its momentum where the schedule has one, into the groups."""
+    factor = plan.factor_of(role)
     for group in optimizer.param_groups:
-        group["lr"] = group["base_lr"] * plan.lr_factor
+        group["lr"] = group["base_lr"] * factor
         if plan.momentum is not None and "momentum" in group:
             group["momentum"] = plan.momentum
 
