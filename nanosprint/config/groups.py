@@ -22,12 +22,14 @@ class AdamConfig:
 class MuonConfig:
     """Muon (Jordan et al. 2024): orthogonalised Nesterov momentum. The schedule gives the momentum.
 
-    `variance_beta` evens out the update's rows or columns (NorMuon, Li et al. 2025, arXiv:2510.05491).
+    `variance_beta` evens out the update's rows or columns (NorMuon, Li et al. 2025, arXiv:2510.05491). `equalize` gives
+    the rows of a matrix, as stored, the same length before it is orthogonalised (MuonEq-R).
     """
 
     momentum: float = 0.95
     scale: Literal["rms", "spectral"] = "spectral"
     orthogonalizer: Literal["ns5", "polar_express"] = "ns5"
+    equalize: Literal["none", "rows"] = "none"
     variance_beta: float | None = None
     decay: Literal["plain", "cautious"] = "plain"
 
