@@ -33,6 +33,7 @@ from nanosprint.config.schedule import (
     Stage,
     StageSchedule,
     StepPlan,
+    TailAverage,
     Windows,
     WindowSchedule,
 )
@@ -77,6 +78,7 @@ __all__ = [
     "Stage",
     "StageSchedule",
     "StepPlan",
+    "TailAverage",
     "Term",
     "TrainConfig",
     "WindowSchedule",

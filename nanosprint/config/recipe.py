@@ -12,7 +12,7 @@ from typing import Any, Literal
 from nanosprint.config.edit import from_dict, to_dict
 from nanosprint.config.groups import ParamGroup
 from nanosprint.config.model import ModelConfig
-from nanosprint.config.schedule import STEPS, Schedule, StageSchedule, StepPlan, steps_field
+from nanosprint.config.schedule import STEPS, AverageStep, Schedule, StageSchedule, StepPlan, steps_field
 
 UNHASHED: dict[str, Any] = {"hashed": False}
 
@@ -145,6 +145,7 @@ class Recipe:
             step=step,
             lr_factor=schedule.lr_factor(step, num_steps),
             own_factors=self._own_factors(step),
+            average=self._average(step),
             momentum=momentum,
             batch_tokens=self.train.batch_tokens,
             seq_len=self.row_tokens(self.train.batch_tokens),
@@ -157,6 +158,7 @@ class Recipe:
             step=step,
             lr_factor=stages.lr_factor(step, num_steps),
             own_factors=self._own_factors(step),
+            average=self._average(step),
             momentum=momentum,
             batch_tokens=stage.batch_tokens,
             seq_len=self.row_tokens(stage.batch_tokens),
@@ -166,6 +168,10 @@ class Recipe:
             yarn=stages.long_windows(step, num_steps),
             split=stages.is_split(step, num_steps),
         )
+
+    def _average(self, step: int) -> AverageStep | None:
+        average = self.schedule.average
+        return None if average is None else average.step(step, self.train.num_steps)
 
     def _own_factors(self, step: int) -> tuple[tuple[str, float], ...]:
         own = [(group.role, group.cooldown) for group in self.groups if group.cooldown is not None]
@@ -253,6 +259,8 @@ class Recipe:
             raise ValueError(f"update_order names {unknown[0]!r}, but there are groups for {known}")
         if not self.groups:
             raise ValueError("groups is empty: no parameter would ever be updated")
+        if self.schedule.average is not None:
+            self.schedule.average.validate(tuple(group.role for group in self.groups))
         if self.data.epochs <= 0:
             raise ValueError(f"data.epochs={self.data.epochs} must be positive")
         return self
