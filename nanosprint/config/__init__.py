@@ -1,6 +1,6 @@
 """Typed, frozen configuration; standard library only, so that `--help` and `recipes` are instant."""
 
-from nanosprint.config.groups import AdamConfig, MuonConfig, ParamGroup, RowAdagradConfig, SoapConfig
+from nanosprint.config.groups import AdamConfig, LookAhead, MuonConfig, ParamGroup, RowAdagradConfig, SoapConfig
 from nanosprint.config.model import (
     AttnSpec,
     BigramSpec,
@@ -57,6 +57,7 @@ __all__ = [
     "InitSpec",
     "LRSchedule",
     "LayerSpec",
+    "LookAhead",
     "LossWeights",
     "MLPSpec",
     "ModelConfig",

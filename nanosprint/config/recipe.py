@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, Literal
 
 from nanosprint.config.edit import from_dict, to_dict
-from nanosprint.config.groups import ParamGroup
+from nanosprint.config.groups import LookAhead, ParamGroup
 from nanosprint.config.model import ModelConfig
-from nanosprint.config.schedule import STEPS, AverageStep, Schedule, StageSchedule, StepPlan, steps_field
+from nanosprint.config.schedule import STEPS, Ahead, AverageStep, Schedule, StageSchedule, StepPlan, steps_field
 
 UNHASHED: dict[str, Any] = {"hashed": False}
 
@@ -146,6 +146,7 @@ class Recipe:
             lr_factor=schedule.lr_factor(step, num_steps),
             own_factors=self._own_factors(step),
             average=self._average(step),
+            ahead=self._ahead(step),
             momentum=momentum,
             batch_tokens=self.train.batch_tokens,
             seq_len=self.row_tokens(self.train.batch_tokens),
@@ -159,6 +160,7 @@ class Recipe:
             lr_factor=stages.lr_factor(step, num_steps),
             own_factors=self._own_factors(step),
             average=self._average(step),
+            ahead=self._ahead(step),
             momentum=momentum,
             batch_tokens=stage.batch_tokens,
             seq_len=self.row_tokens(stage.batch_tokens),
@@ -172,6 +174,27 @@ class Recipe:
     def _average(self, step: int) -> AverageStep | None:
         average = self.schedule.average
         return None if average is None else average.step(step, self.train.num_steps)
+
+    def _ahead(self, step: int) -> tuple[tuple[str, Ahead], ...]:
+        looking = [(group, getattr(group.rule, "lookahead", None)) for group in self.groups]
+        return tuple(
+            (
+                group.role,
+                Ahead(
+                    here=self._lead(group, look, step),
+                    next=self._lead(group, look, step + group.every),
+                    kept=look.decay,
+                ),
+            )
+            for group, look in looking
+            if look is not None and look.covers(step, self.train.num_steps)
+        )
+
+    def _lead(self, group: ParamGroup, look: LookAhead, step: int) -> float:
+        """How many drifts the group's weights stand ahead at `step`, which may lie beyond the run."""
+        if not look.covers(step, self.train.num_steps):
+            return 0.0
+        return look.strength * self.schedule.lr_factor(step, self.train.num_steps, group.cooldown)
 
     def _own_factors(self, step: int) -> tuple[tuple[str, float], ...]:
         own = [(group.role, group.cooldown) for group in self.groups if group.cooldown is not None]
@@ -314,6 +337,9 @@ class Recipe:
         for i, group in enumerate(self.groups):
             if group.cooldown is not None:
                 self.schedule.validate_cooldown(f"groups.{i}.cooldown", group.cooldown, train.num_steps)
+            look = getattr(group.rule, "lookahead", None)
+            if look is not None:
+                look.validate(f"groups.{i}.rule.lookahead")
             checks += [
                 (f"groups.{i}.lr", group.lr, 0 <= group.lr < float("inf"), "0 or more, and finite"),
                 (f"groups.{i}.every", group.every, group.every >= 1, "at least 1"),

@@ -256,6 +256,14 @@ def _validate_windows(windows: Windows, key: str) -> None:
         raise ValueError(f"{key}: short={windows.short} must lie between 1 and long={windows.long}")
 
 
+class Ahead(NamedTuple):
+    """How far ahead of themselves, in drifts, the weights of a group stand. See `LookAhead`."""
+
+    here: float  # in this step's forward pass
+    next: float  # in that of the group's next turn; 0 where this is its last
+    kept: float  # of the drift; the rest comes from this step
+
+
 class AverageStep(NamedTuple):
     """What becomes of the average of the weights after a step's update."""
 
@@ -334,6 +342,7 @@ class StepPlan:
     split: bool = False  # whether embedding and head part after this step's update, or have
     own_factors: tuple[tuple[str, float], ...] = ()  # role and factor of groups with a cool-down of their own
     average: AverageStep | None = None  # None: the average of the weights stays as it is
+    ahead: tuple[tuple[str, Ahead], ...] = ()  # by role, of groups that look ahead at this step
 
     def factor_of(self, role: str) -> float:
         """What the rate of the group of this role is multiplied by."""

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from nanosprint.config.schedule import AverageStep, TailAverage
-from nanosprint.optim.mantissa import join, split
+from nanosprint.optim.mantissa import exact, overwrite
 from nanosprint.optim.parts import Part, State
-from nanosprint.optim.shell import state_dtype
 
 AVERAGE = "average"  # the key in the optimizers' state
 
@@ -78,19 +77,3 @@ class Average:
                     state = part.optimizer.state.get(tensor)
                     if state:
                         yield tensor, state
-
-
-def exact(tensor: Tensor, state: State) -> Tensor:
-    """A copy of a parameter as the optimizer knows it: in fp32 or wider, lower halves included."""
-    if "mantissa" in state:
-        return join(tensor.detach(), state["mantissa"])
-    return tensor.detach().to(state_dtype(tensor), copy=True)
-
-
-def overwrite(tensor: Tensor, state: State, value: Tensor) -> None:
-    """The inverse of `exact`, in place; what has no lower half is rounded."""
-    if "mantissa" in state:
-        for half, bits in zip((tensor, state["mantissa"]), split(value), strict=True):
-            half.copy_(bits)
-    else:
-        tensor.copy_(value)

@@ -16,6 +16,7 @@ from torch import Tensor
 from nanosprint.config.groups import ParamGroup
 from nanosprint.config.schedule import StepPlan
 from nanosprint.optim.bank import Bank
+from nanosprint.optim.lookahead import step_ahead
 from nanosprint.optim.sharding import (
     from_first,
     gather_bank,
@@ -136,7 +137,7 @@ class BankPart(Part):
     def update(self, plan: StepPlan) -> None:
         if self.optimizer is not None:
             set_rates(self.optimizer, plan, self.group.role)
-            self.optimizer.step()
+            step_ahead(self.optimizer, dict(plan.ahead).get(self.group.role))
         self.clear()
 
     def clear(self) -> None:

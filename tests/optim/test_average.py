@@ -8,7 +8,7 @@ import torch.distributed as dist
 from toy import ADAM, GROUPS, assert_same_bits, differ, join, spawn, toy, train
 
 from nanosprint.config import ParamGroup, TailAverage
-from nanosprint.optim.average import exact
+from nanosprint.optim.mantissa import exact
 
 STEPS, HALF = 12, 9  # at half time the average has moved twice
 AVERAGE = TailAverage(share=0.7, horizon=0.3, stride=2, blend=0.4, blends=(0.0, 1.0))
