@@ -192,7 +192,13 @@ def bench_banks(report, matrices, work):
     """One stacked bf16 parameter a shape, as sharded runs have them: bare, with every option, and as CUDA graphs."""
     banks = [(matrices.count(s), *s) for s in dict.fromkeys(matrices)]
     options = {"variance_beta": 0.9, "decay": "cautious", "weight_decay": 1.2, "mantissa": True}
-    for label, extra in (("bf16", {}), ("every option", options), ("graphs", {**options, "cuda_graph": True})):
+    variants = {
+        "bf16": {},
+        "every option": options,
+        "equal rows": {**options, "equalize": "rows"},
+        "graphs": {**options, "cuda_graph": True},
+    }
+    for label, extra in variants.items():
         params = make_params(banks, "cuda", torch.bfloat16)
         muon = Muon(params, lr=1e-4, orthogonalizer="polar_express", stacked=True, **extra)
         report(f"Muon on banks, {label}", muon.step, work)

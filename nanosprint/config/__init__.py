@@ -1,6 +1,6 @@
 """Typed, frozen configuration; standard library only, so that `--help` and `recipes` are instant."""
 
-from nanosprint.config.groups import AdamConfig, MuonConfig, ParamGroup, RowAdagradConfig, SoapConfig
+from nanosprint.config.groups import AdamConfig, LookAhead, MuonConfig, ParamGroup, RowAdagradConfig, SoapConfig
 from nanosprint.config.model import (
     AttnSpec,
     BigramSpec,
@@ -33,6 +33,7 @@ from nanosprint.config.schedule import (
     Stage,
     StageSchedule,
     StepPlan,
+    TailAverage,
     Windows,
     WindowSchedule,
 )
@@ -56,6 +57,7 @@ __all__ = [
     "InitSpec",
     "LRSchedule",
     "LayerSpec",
+    "LookAhead",
     "LossWeights",
     "MLPSpec",
     "ModelConfig",
@@ -77,6 +79,7 @@ __all__ = [
     "Stage",
     "StageSchedule",
     "StepPlan",
+    "TailAverage",
     "Term",
     "TrainConfig",
     "WindowSchedule",

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, Literal
 
 from nanosprint.config.edit import from_dict, to_dict
-from nanosprint.config.groups import ParamGroup
+from nanosprint.config.groups import LookAhead, ParamGroup
 from nanosprint.config.model import ModelConfig
-from nanosprint.config.schedule import STEPS, Schedule, StageSchedule, StepPlan, steps_field
+from nanosprint.config.schedule import STEPS, Ahead, AverageStep, Schedule, StageSchedule, StepPlan, steps_field
 
 UNHASHED: dict[str, Any] = {"hashed": False}
 
@@ -143,7 +143,10 @@ class Recipe:
         windows = schedule.windows
         return StepPlan(
             step=step,
-            lr_factor=schedule.lr.factor(step, num_steps),
+            lr_factor=schedule.lr_factor(step, num_steps),
+            own_factors=self._own_factors(step),
+            average=self._average(step),
+            ahead=self._ahead(step),
             momentum=momentum,
             batch_tokens=self.train.batch_tokens,
             seq_len=self.row_tokens(self.train.batch_tokens),
@@ -155,6 +158,9 @@ class Recipe:
         return StepPlan(
             step=step,
             lr_factor=stages.lr_factor(step, num_steps),
+            own_factors=self._own_factors(step),
+            average=self._average(step),
+            ahead=self._ahead(step),
             momentum=momentum,
             batch_tokens=stage.batch_tokens,
             seq_len=self.row_tokens(stage.batch_tokens),
@@ -164,6 +170,35 @@ class Recipe:
             yarn=stages.long_windows(step, num_steps),
             split=stages.is_split(step, num_steps),
         )
+
+    def _average(self, step: int) -> AverageStep | None:
+        average = self.schedule.average
+        return None if average is None else average.step(step, self.train.num_steps)
+
+    def _ahead(self, step: int) -> tuple[tuple[str, Ahead], ...]:
+        looking = [(group, getattr(group.rule, "lookahead", None)) for group in self.groups]
+        return tuple(
+            (
+                group.role,
+                Ahead(
+                    here=self._lead(group, look, step),
+                    next=self._lead(group, look, step + group.every),
+                    kept=look.decay,
+                ),
+            )
+            for group, look in looking
+            if look is not None and look.covers(step, self.train.num_steps)
+        )
+
+    def _lead(self, group: ParamGroup, look: LookAhead, step: int) -> float:
+        """How many drifts the group's weights stand ahead at `step`, which may lie beyond the run."""
+        if not look.covers(step, self.train.num_steps):
+            return 0.0
+        return look.strength * self.schedule.lr_factor(step, self.train.num_steps, group.cooldown)
+
+    def _own_factors(self, step: int) -> tuple[tuple[str, float], ...]:
+        own = [(group.role, group.cooldown) for group in self.groups if group.cooldown is not None]
+        return tuple((role, self.schedule.lr_factor(step, self.train.num_steps, share)) for role, share in own)
 
     def row_tokens(self, batch_tokens: int) -> int:
         """Tokens of a row: a lane, where documents fill it."""
@@ -254,6 +289,8 @@ class Recipe:
             raise ValueError(f"update_order names {unknown[0]!r}, but there are groups for {known}")
         if not self.groups:
             raise ValueError("groups is empty: no parameter would ever be updated")
+        if self.schedule.average is not None:
+            self.schedule.average.validate(tuple(group.role for group in self.groups))
         if self.data.epochs <= 0:
             raise ValueError(f"data.epochs={self.data.epochs} must be positive")
         return self
@@ -305,6 +342,11 @@ class Recipe:
             ("schedule.windows.block", windows and windows.block, windows is None or windows.block >= 1, "at least 1"),
         ]
         for i, group in enumerate(self.groups):
+            if group.cooldown is not None:
+                self.schedule.validate_cooldown(f"groups.{i}.cooldown", group.cooldown, train.num_steps)
+            look = getattr(group.rule, "lookahead", None)
+            if look is not None:
+                look.validate(f"groups.{i}.rule.lookahead")
             checks += [
                 (f"groups.{i}.lr", group.lr, 0 <= group.lr < float("inf"), "0 or more, and finite"),
                 (f"groups.{i}.every", group.every, group.every >= 1, "at least 1"),

@@ -25,6 +25,8 @@ _TRITON = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16
 _MOST = 2**31 - 2**16  # elements of a tensor: offsets are 32 bits wide
 
 FLOOR = tl.constexpr(1e-10)  # of second moments, as in `optim.muon`
+TINY = tl.constexpr(1e-30)  # of a row's mean square before the orthogonalisation, likewise
+WIDEST = 8192  # columns of a matrix whose rows `momentum_stack` equalises: one program holds a row, 32 numbers a thread
 
 
 @triton.jit
@@ -43,6 +45,18 @@ def _tensor(source, index, DTYPE: tl.constexpr, TABLE: tl.constexpr):
 
 
 @triton.jit
+def _direction(
+    grads, averages, index, at, inside, momentum, NESTEROV: tl.constexpr, GRAD: tl.constexpr, TABLE: tl.constexpr
+):  # fmt: skip
+    """Move the averages at `at` of tensor `index`; the update's direction there, 0 outside."""
+    grad = tl.load(_tensor(grads, index, GRAD, TABLE) + at, mask=inside, other=0.0).to(tl.float32)
+    averages = _tensor(averages, index, tl.float32, TABLE) + at
+    average = _lerp(tl.load(averages, mask=inside, other=0.0), grad, 1.0 - momentum)
+    tl.store(averages, average, mask=inside)
+    return _lerp(grad, average, momentum) if NESTEROV else average
+
+
+@triton.jit
 def _momentum_kernel(
     grads, averages, stack, size, momentum, NESTEROV: tl.constexpr, GRAD: tl.constexpr, TABLE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -50,12 +64,25 @@ def _momentum_kernel(
     index = tl.program_id(1)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
-    grad = tl.load(_tensor(grads, index, GRAD, TABLE) + at, mask=inside, other=0.0).to(tl.float32)
-    averages = _tensor(averages, index, tl.float32, TABLE) + at
-    average = _lerp(tl.load(averages, mask=inside, other=0.0), grad, 1.0 - momentum)
-    tl.store(averages, average, mask=inside)
-    direction = _lerp(grad, average, momentum) if NESTEROV else average
+    direction = _direction(grads, averages, index, at, inside, momentum, NESTEROV, GRAD, TABLE)
     tl.store(stack + index.to(tl.int64) * size + at, direction.to(stack.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _equal_rows_kernel(
+    grads, averages, stack, rows, cols, momentum, NESTEROV: tl.constexpr, GRAD: tl.constexpr, TABLE: tl.constexpr,
+    TILE: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """`_momentum_kernel` for TILE whole rows, which leave with RMS 1. WIDTH: a power of two, at least `cols`."""
+    index = tl.program_id(1)
+    row, col = tl.program_id(0) * TILE + tl.arange(0, TILE), tl.arange(0, WIDTH)
+    inside = (row < rows)[:, None] & (col < cols)[None, :]
+    at = row[:, None] * cols + col[None, :]
+    direction = _direction(grads, averages, index, at, inside, momentum, NESTEROV, GRAD, TABLE)
+    square = tl.sum(direction * direction, 1) / cols
+    direction = direction / tl.sqrt(tl.maximum(square, TINY))[:, None]
+    place = index.to(tl.int64) * rows * cols + at
+    tl.store(stack + place, direction.to(stack.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -142,19 +169,34 @@ def _apply_kernel(
 
 
 def momentum_stack(
-    averages: Sequence[Tensor], grads: Sequence[Tensor], momentum: float, nesterov: bool, stack: Tensor
+    averages: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    momentum: float,
+    nesterov: bool,
+    stack: Tensor,
+    equal_cols: int | None = None,
 ) -> None:
     """averages += (1 - momentum) (grads - averages); writes the directions into `stack` (k, *shape), rounded once.
 
     averages fp32, grads fp32, bf16 or fp16, all of one shape and as `can_fuse` wants them; stack contiguous.
+    equal_cols: entries of a row, WIDEST at most, where `optim.muon.equal_rows` is wanted on top.
     """
     size = averages[0].numel()
-    if size:
-        with torch.cuda.device_of(stack):
-            _momentum_kernel[(triton.cdiv(size, _BLOCK), len(averages))](
-                _source(grads), _source(averages), stack, size, float(momentum),
-                NESTEROV=nesterov, GRAD=_TRITON[grads[0].dtype], TABLE=len(grads) > 1, BLOCK=_BLOCK, num_warps=8,
-            )  # fmt: skip
+    if not size:
+        return
+    sources = _source(grads), _source(averages), stack
+    options: dict[str, Any] = {
+        "NESTEROV": nesterov, "GRAD": _TRITON[grads[0].dtype], "TABLE": len(grads) > 1, "num_warps": 8,
+    }  # fmt: skip
+    with torch.cuda.device_of(stack):
+        if equal_cols is None:
+            blocks = triton.cdiv(size, _BLOCK), len(averages)
+            _momentum_kernel[blocks](*sources, size, float(momentum), BLOCK=_BLOCK, **options)
+        else:
+            rows, width = size // equal_cols, triton.next_power_of_2(equal_cols)
+            tile = max(1, _BLOCK // width)
+            blocks = triton.cdiv(rows, tile), len(averages)
+            _equal_rows_kernel[blocks](*sources, rows, equal_cols, float(momentum), TILE=tile, WIDTH=width, **options)
 
 
 def variance_factors(X: Tensor, moments: Tensor, beta: float) -> Tensor:

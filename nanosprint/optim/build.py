@@ -115,6 +115,7 @@ def _rule_options(group: ParamGroup, precision: Precision, stored: torch.dtype) 
         "momentum": rule.momentum,
         "scale": rule.scale,
         "orthogonalizer": rule.orthogonalizer,
+        "equalize": rule.equalize,
         "orthogonalize_dtype": DTYPES[precision.orthogonalize],
         "stacked": True,
         "variance_beta": rule.variance_beta,

@@ -2,7 +2,8 @@
 
     engine.begin(plan)            before the backward pass of a step's last micro-batch
     loss.backward()               reductions start as soon as their gradients are complete, in the groups' order
-    engine.step(plan, grad_clip)  the rest of them · updates, each sent out as soon as it is done · wait for all
+    engine.step(plan, grad_clip)  the rest of them · updates, each sent out as soon as it is done · wait for all;
+                                  then, near the run's end, the average of the weights
 
 Reductions follow the order of the recipe's groups. Updates follow `update_order`: by default what is replicated first,
 then Adam, then SOAP, Muon last, so that the large messages of embeddings travel while Muon computes.
@@ -17,7 +18,8 @@ from torch import Tensor
 
 from nanosprint.config.groups import AdamConfig, MuonConfig, ParamGroup
 from nanosprint.config.recipe import Precision
-from nanosprint.config.schedule import StepPlan
+from nanosprint.config.schedule import StepPlan, TailAverage
+from nanosprint.optim.average import Average
 from nanosprint.optim.build import HasRole, build_parts
 from nanosprint.optim.parts import BankPart, Part
 from nanosprint.optim.sharding import LaunchOrder, place, sum_over_processes
@@ -31,8 +33,8 @@ class Engine:
 
     parameters: by name, on their device; they become views of banks. roles: the role of each. update_order: roles of
     groups to update first, in this order. tied: the layout of a head whose copy the embedding is until the plan's
-    split, None for models without such a tie; the two are found by their roles. Raises ValueError for a role without a
-    group, and for a tie of what does not fit together.
+    split, None for models without such a tie; the two are found by their roles. average: what to average where plans
+    say so. Raises ValueError for a role without a group, and for a tie of what does not fit together.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class Engine:
         *,
         update_order: tuple[str, ...] = (),
         tied: Literal["out_in", "in_out"] | None = None,
+        average: TailAverage | None = None,
     ) -> None:
         ends = {role: _named(roles, role) for role in (EMBED, HEAD)} if tied else {}
         self.parts = build_parts(parameters, roles, groups, precision, alone=ends.values())
@@ -51,6 +54,7 @@ class Engine:
         if tied:
             embed, head = (self._part_of(ends[role]) for role in (EMBED, HEAD))
             self._tie = Tie(embed, head, transposed=tied == "in_out")
+        self._average = None if average is None else Average(self.parts, average)
         self._updates = sorted(self.parts, key=partial(_turn, update_order))
         self._launches = LaunchOrder()
         self._begun: StepPlan | None = None
@@ -104,6 +108,28 @@ class Engine:
             part.wait_gathered()
         for part in self.parts:
             part.accumulating = not part.due(plan)
+        if plan.average is not None and self._average is not None:
+            self._average.follow(plan.average)
+            if plan.average.blend is not None:
+                self._follow_head()
+
+    @property
+    def can_blend(self) -> bool:
+        """Whether `blend` can be called: after the last step, in the process that took it, where more were wanted."""
+        return self._average is not None and self._average.can_blend_again
+
+    @torch.no_grad()
+    def blend(self, share: float) -> None:
+        """Make the final weights anew, with another `share` of their average. Every process must call it."""
+        assert self._average is not None
+        assert self._average.can_blend_again, "the last step's weights are gone"
+        self._average.blend(share)
+        self._follow_head()
+
+    def _follow_head(self) -> None:
+        """A tied embedding stays the head's copy, whoever has changed that."""
+        if self._tie is not None and self._tie.holds:
+            self._tie.follow()
 
     @property
     def tied(self) -> bool:
@@ -133,6 +159,8 @@ class Engine:
             part.load_gradients(snapshot["gradients"])
             part.accumulating = accumulating
         self._set_tied(snapshot["tied"])
+        if self._average is not None:
+            self._average.forget()
 
     def capture(self, device: torch.device | None) -> dict[str, Any]:
         """The whole state by parameter name, on `device`; empty where that is None. Every process must call it.

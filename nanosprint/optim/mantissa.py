@@ -13,8 +13,12 @@ Rounding could carry into the upper half, which the lower one could not undo. Wh
 reset) the lower half must be restored or set to zero with them: old low bits mean nothing beside new high ones.
 """
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
+
+from nanosprint.optim.shell import state_dtype
 
 LOW = torch.int16  # holds bits, not a number; torch knows few operations on uint16
 
@@ -34,3 +38,19 @@ def split(master: Tensor) -> tuple[Tensor, Tensor]:
     bits = master.view(torch.int32)
     high = (bits >> 16).to(torch.int16).view(torch.bfloat16)
     return high, ((bits << 16) >> 16).to(LOW)  # sign-extended first, so that the conversion never overflows
+
+
+def exact(tensor: Tensor, state: Mapping[str, Tensor]) -> Tensor:
+    """A copy of a parameter as the optimizer with this state knows it: in fp32 or wider, lower halves included."""
+    if "mantissa" in state:
+        return join(tensor.detach(), state["mantissa"])
+    return tensor.detach().to(state_dtype(tensor), copy=True)
+
+
+def overwrite(tensor: Tensor, state: Mapping[str, Tensor], value: Tensor) -> None:
+    """The inverse of `exact`, in place; what has no lower half is rounded."""
+    if "mantissa" in state:
+        for half, bits in zip((tensor, state["mantissa"]), split(value), strict=True):
+            half.copy_(bits)
+    else:
+        tensor.copy_(value)

@@ -14,16 +14,18 @@ What counts as one matrix matters: Q, K and V stored in one (3 D, D) tensor are 
 Matrices of one shape are stacked and orthogonalised in one batch, which is what makes this cheap. A parameter may also
 be such a stack from the start: (k, M, N) with `stacked=True` is k tensors of (M, N).
 
-Three options on top of that, all off by default:
+Four options on top of that, all off by default:
 
+- `equalize="rows"` gives the rows of U the same length before the orthogonalisation (MuonEq-R): outputs with small
+  gradients then count as much as the others for the directions that come out.
 - `variance_beta` evens the update out (NorMuon): singular values of 1 do not make rows equally long, so each row (of a
   wide matrix: each column) is divided by the root of its running mean square, and the matrix gets its norm back.
 - `decay="cautious"` shrinks only weights that the step already moves toward zero, and by lr^2 rather than lr.
 - `mantissa` keeps the lower halves of bf16 parameters: see `optim.mantissa`.
 
-Shape decides more than speed: s, and which axis is evened out, follow from rows and columns *as stored*. A projection
-stored transposed has another rate. And a matrix of one row has columns of one entry, each of which would become +-1:
-gates do not belong here.
+Shape decides more than speed: s, what is equalised and which axis is evened out follow from rows and columns *as
+stored*. A projection stored transposed has another rate. And a matrix of one row has columns of one entry, each of
+which would become +-1: gates do not belong here.
 """
 
 from collections.abc import Sequence
@@ -41,7 +43,9 @@ from nanosprint.optim.mantissa import split as split_master
 from nanosprint.optim.shell import Decay, Shell, as_dtype, check_unit, number, shrink_, state_dtype, subtract_
 
 Scale = Literal["spectral", "rms"]
+Equalize = Literal["none", "rows"]
 FLOOR = 1e-10  # of second moments and norms
+TINY = 1e-30  # of mean squares of gradients, which may be small: a row below 1e-15 stays short
 
 
 def muon_(
@@ -57,6 +61,7 @@ def muon_(
     weight_decay: float = 0.0,
     scale: Scale = "spectral",
     orthogonalizer: str = "ns5",
+    equalize: Equalize = "none",
     dtype: torch.dtype = torch.bfloat16,
     split: int = 1,
     stacked: bool = False,
@@ -78,7 +83,7 @@ def muon_(
 
     Source: Jordan et al. 2024; "rms" from the speedrun's records 3-7 and Liu et al. 2025, arXiv:2502.16982; variance
     from Li et al. 2025, arXiv:2510.05491 (without bias correction, which the norm cancels); cautious decay from Chen
-    et al. 2025, arXiv:2510.12402.
+    et al. 2025, arXiv:2510.12402; equal rows from MuonEq (reports: qlabs-eng/slowrun 71 and 75).
     """
     rows, cols = matrix_shape(params[0].shape, split, stacked)
     averages = [local(m) for m in exp_avgs]
@@ -91,8 +96,13 @@ def muon_(
         graph = None
         stack = torch.empty((len(params), *averages[0].shape), dtype=dtype, device=averages[0].device)
     locals_ = [local_like(g, p) for g, p in zip(grads, params, strict=True)]
-    _directions(averages, locals_, momentum, nesterov, stack)
-    updates = graph() if graph else function(gather(stack, params[0]).reshape(-1, rows, cols), dtype=dtype)
+    whole_rows = not is_sharded(params[0])  # a shard may have cut them
+    _directions(averages, locals_, momentum, nesterov, stack, cols if equalize == "rows" and whole_rows else None)
+    if graph:
+        updates = graph()
+    else:
+        whole = gather(stack, params[0]).reshape(-1, rows, cols)
+        updates = function(whole if equalize == "none" or whole_rows else equal_rows(whole), dtype=dtype)
     factors = None
     if variance_beta is not None:
         assert second_moments is not None
@@ -114,15 +124,38 @@ def muon_(
     )
 
 
-def _directions(averages: list[Tensor], grads: list[Tensor], momentum: Any, nesterov: bool, stack: Tensor) -> None:
-    """Fill `stack` (k, *shape) with what momentum makes of the gradients; averages are updated."""
-    if _fusible([momentum], averages, grads):
-        from nanosprint.kernels.muon import momentum_stack
+def _directions(
+    averages: list[Tensor],
+    grads: list[Tensor],
+    momentum: Any,
+    nesterov: bool,
+    stack: Tensor,
+    equal_cols: int | None,
+) -> None:
+    """Fill `stack` (k, *shape) with what momentum makes of the gradients; averages are updated.
 
-        momentum_stack(averages, grads, momentum, nesterov, stack)
-        return
+    equal_cols: entries of a row, where rows are to be equalised.
+    """
+    if _fusible([momentum], averages, grads):
+        from nanosprint.kernels.muon import WIDEST, momentum_stack
+
+        if equal_cols is None or equal_cols <= WIDEST:
+            momentum_stack(averages, grads, momentum, nesterov, stack, equal_cols)
+            return
     directions = momentum_(averages, as_dtype(grads, averages[0].dtype), momentum, nesterov)
+    if equal_cols is not None:
+        directions = [equal_rows(d.reshape(-1, equal_cols)).view(d.shape) for d in directions]
     torch._foreach_copy_(list(stack.unbind(0)), directions)
+
+
+def equal_rows(matrices: Tensor) -> Tensor:
+    """Rows of RMS 1, computed in fp32 or wider, in the given dtype; rows of zeros stay. Not in place.
+
+    MuonEq gives the rows the RMS of the whole matrix instead, which is the same up to a factor of the matrix, and
+    orthogonalisation removes that.
+    """
+    wide = matrices.to(state_dtype(matrices))
+    return (wide * wide.square().mean(-1, keepdim=True).clamp_min(TINY).rsqrt()).to(matrices.dtype)
 
 
 def _factors(updates: Tensor, moments: list[Tensor], beta: float) -> Tensor:
@@ -271,6 +304,7 @@ class Muon(Shell):
     Tensors of more than two axes are flattened to (first, rest), unless stacked: (k, M, N) is k tensors of (M, N), each
     of `split` blocks, with the result of k parameters in the launches of one.
 
+    equalize: "rows" gives the rows of a matrix, as stored, the same length before the orthogonalisation.
     variance_beta: memory of the second moments that even out rows or columns, None for none (0.9 is usual). decay:
     "plain" takes lr * weight_decay off every weight, "cautious" lr^2 * s * weight_decay off those that the step moves
     toward zero (a step of exactly zero counts). lr_scale multiplies lr, in cautious decay only once. mantissa: bf16
@@ -295,6 +329,7 @@ class Muon(Shell):
         weight_decay: float = 0.0,
         scale: Scale = "spectral",
         orthogonalizer: str = "ns5",
+        equalize: Equalize = "none",
         orthogonalize_dtype: torch.dtype = torch.bfloat16,
         split: int = 1,
         stacked: bool = False,
@@ -306,8 +341,8 @@ class Muon(Shell):
     ) -> None:
         defaults = {
             "lr": lr, "momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay, "scale": scale,
-            "orthogonalizer": orthogonalizer, "orthogonalize_dtype": orthogonalize_dtype, "split": split,
-            "stacked": stacked, "variance_beta": variance_beta, "decay": decay, "lr_scale": lr_scale,
+            "orthogonalizer": orthogonalizer, "equalize": equalize, "orthogonalize_dtype": orthogonalize_dtype,
+            "split": split, "stacked": stacked, "variance_beta": variance_beta, "decay": decay, "lr_scale": lr_scale,
             "mantissa": mantissa, "cuda_graph": cuda_graph,
         }  # fmt: skip
         super().__init__(params, defaults)
@@ -316,8 +351,9 @@ class Muon(Shell):
         check_unit("momentum", group["momentum"])
         if group["variance_beta"] is not None:
             check_unit("variance_beta", group["variance_beta"])
-        if group["scale"] not in get_args(Scale):
-            raise ValueError(f"scale={group['scale']!r} is unknown: choose one of {', '.join(get_args(Scale))}")
+        for option, choices in (("scale", get_args(Scale)), ("equalize", get_args(Equalize))):
+            if group[option] not in choices:
+                raise ValueError(f"{option}={group[option]!r} is unknown: choose one of {', '.join(choices)}")
         find_orthogonalizer(group["orthogonalizer"])
         dtype = group["orthogonalize_dtype"]
         if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
@@ -379,6 +415,6 @@ class Muon(Shell):
 
 
 _PASSED_ON = (
-    "nesterov", "weight_decay", "scale", "orthogonalizer", "split", "stacked", "variance_beta", "decay", "lr_scale",
-    "cuda_graph",
+    "nesterov", "weight_decay", "scale", "orthogonalizer", "equalize", "split", "stacked", "variance_beta", "decay",
+    "lr_scale", "cuda_graph",
 )  # fmt: skip

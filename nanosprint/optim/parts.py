@@ -16,6 +16,7 @@ from torch import Tensor
 from nanosprint.config.groups import ParamGroup
 from nanosprint.config.schedule import StepPlan
 from nanosprint.optim.bank import Bank
+from nanosprint.optim.lookahead import step_ahead
 from nanosprint.optim.sharding import (
     from_first,
     gather_bank,
@@ -31,10 +32,15 @@ State = dict[str, Tensor]
 
 
 class Part(ABC):
-    """Parameters of one group that are reduced, updated and gathered together."""
+    """Parameters of one group that are reduced, updated and gathered together.
 
-    def __init__(self, group: ParamGroup, parameters: Mapping[str, Tensor]) -> None:
-        self.group, self.parameters = group, dict(parameters)
+    `optimizer` is the rule for what this process owns, None where that is nothing.
+    """
+
+    def __init__(
+        self, group: ParamGroup, parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer | None
+    ) -> None:
+        self.group, self.parameters, self.optimizer = group, dict(parameters), optimizer
         self.accumulating = False  # whether gradients of earlier steps wait for their turn
 
     def due(self, plan: StepPlan) -> bool:
@@ -107,8 +113,8 @@ class BankPart(Part):
     """A bank and its rule. `optimizer` holds this process's units and is None where it has none."""
 
     def __init__(self, group: ParamGroup, bank: Bank, optimizer: torch.optim.Optimizer | None) -> None:
-        super().__init__(group, {slot.name: slot.parameter for slot in bank.slots})
-        self.bank, self.optimizer = bank, optimizer
+        super().__init__(group, {slot.name: slot.parameter for slot in bank.slots}, optimizer)
+        self.bank = bank
         self.index = shard_index(bank)
         self._reducing: Any = None
         self._gathering: Any = None
@@ -130,8 +136,8 @@ class BankPart(Part):
 
     def update(self, plan: StepPlan) -> None:
         if self.optimizer is not None:
-            set_rates(self.optimizer, plan)
-            self.optimizer.step()
+            set_rates(self.optimizer, plan, self.group.role)
+            step_ahead(self.optimizer, dict(plan.ahead).get(self.group.role))
         self.clear()
 
     def clear(self) -> None:
@@ -210,8 +216,8 @@ class TablePart(Part):
     """A look-up table with sparse gradients. Every process makes the same update, with the look-ups of all."""
 
     def __init__(self, group: ParamGroup, name: str, table: Tensor, optimizer: torch.optim.Optimizer) -> None:
-        super().__init__(group, {name: table})
-        self.name, self.table, self.optimizer = name, table, optimizer
+        super().__init__(group, {name: table}, optimizer)
+        self.name, self.table, self._rule = name, table, optimizer
 
     @property
     def sharded(self) -> bool:
@@ -228,8 +234,8 @@ class TablePart(Part):
         raise ValueError(f"train.grad_clip cannot be had with the sparse gradients of {self.name}: set it to none")
 
     def update(self, plan: StepPlan) -> None:
-        set_rates(self.optimizer, plan)
-        self.optimizer.step()
+        set_rates(self._rule, plan, self.group.role)
+        self._rule.step()
         self.clear()
 
     def clear(self) -> None:
@@ -272,10 +278,11 @@ def shard_index(bank: Bank) -> int:
     return place()[0] if bank.shards > 1 else 0
 
 
-def set_rates(optimizer: torch.optim.Optimizer, plan: StepPlan) -> None:
-    """Write the step's learning rate, and its momentum where the schedule has one, into the groups."""
+def set_rates(optimizer: torch.optim.Optimizer, plan: StepPlan, role: str) -> None:
+    """Write the step's learning rate for `role`, and its momentum where the schedule has one, into the groups."""
+    factor = plan.factor_of(role)
     for group in optimizer.param_groups:
-        group["lr"] = group["base_lr"] * plan.lr_factor
+        group["lr"] = group["base_lr"] * factor
         if plan.momentum is not None and "momentum" in group:
             group["momentum"] = plan.momentum
 

@@ -98,6 +98,7 @@ class Loop:
                 if self._validation_due(last):
                     self.validate()
                 if state.step == last:
+                    self._try_blends()
                     self.outcome.energy_j, self.outcome.energy_reason = self.energy()
                     return self.outcome
                 if not self.clock.running:
@@ -193,11 +194,42 @@ class Loop:
 
     def validate(self) -> None:
         """Score the validation targets, off the clock."""
-        run, state, evaluation = self.run, self.run.state, self.run.recipe.eval
+        state = self.run.state
         self.stop_clock()
         self.flush()
-        self.memory.read()
+        start = time.perf_counter()
+        self.outcome.val = self._score()
+        self.log.val(
+            step=state.step,
+            tokens=state.tokens,
+            loss=self.outcome.val.loss,
+            train_ms=self.clock.train_ms,
+            val_tokens=self.outcome.val.tokens,
+            val_ms=1000 * (time.perf_counter() - start),
+            **self._energy_fields(self.clock.train_ms),
+        )
+        if not math.isfinite(self.outcome.val.loss):
+            raise DivergedError(state.step, self.outcome.val.loss)
+
+    def _try_blends(self) -> None:
+        """Score the other blends of the average that the recipe asks for; then the weights are the recipe's again."""
+        average, engine, step = self.run.recipe.schedule.average, self.run.state.engine, self.run.state.step
+        if average is None or not average.blends or step < self.run.recipe.train.num_steps:
+            return
+        if not engine.can_blend:
+            self.log.once("no other blends: the weights of the last step are gone with the process that made them")
+            return
+        for blend in average.blends:
+            engine.blend(blend)
+            loss = self._score().loss
+            self.log.event("blend", step=step, blend=blend, loss=loss, message=f"blend {blend:g}: val loss {loss:.5f}")
+        engine.blend(average.blend)
+
+    def _score(self) -> Validation:
+        """The validation of the present weights. It reads no FP8 copies, so they need not be renewed for it."""
+        run, state, evaluation = self.run, self.run.state, self.run.recipe.eval
         device = run.world.device
+        self.memory.read()
         batches = validation_batches(
             run.data.val,
             tokens=evaluation.tokens,
@@ -214,20 +246,9 @@ class Loop:
             device=device,
         )
         plan = run.recipe.eval_plan(state.step)
-        start = time.perf_counter()
-        self.outcome.val = evaluate(run.loss_sum, model_inputs(batches, plan, self.stage.enter(plan)), device)
-        self.log.val(
-            step=state.step,
-            tokens=state.tokens,
-            loss=self.outcome.val.loss,
-            train_ms=self.clock.train_ms,
-            val_tokens=self.outcome.val.tokens,
-            val_ms=1000 * (time.perf_counter() - start),
-            **self._energy_fields(self.clock.train_ms),
-        )
-        self.memory.resume()
-        if not math.isfinite(self.outcome.val.loss):
-            raise DivergedError(state.step, self.outcome.val.loss)
+        scored = evaluate(run.loss_sum, model_inputs(batches, plan, self.stage.enter(plan)), device)
+        self.memory.resume()  # what it took does not count
+        return scored
 
     def _checkpoint_due(self, last: int) -> bool:
         """By steps, by time, and before the last validation; every process gives the same answer."""

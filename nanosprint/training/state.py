@@ -72,6 +72,7 @@ def build_engine(model: GPT, recipe: Recipe) -> Engine:
         recipe.precision,
         update_order=recipe.update_order,
         tied=recipe.model.head_layout if recipe.model.head_copy else None,
+        average=recipe.schedule.average,
     )
 
 

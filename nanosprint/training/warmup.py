@@ -46,13 +46,18 @@ def warm_up(state: TrainState, loss_sum: LossSum, recipe: Recipe, execution: Exe
 
 
 def training_visits(recipe: Recipe, execution: Execution) -> list[StepPlan]:
-    """The first step of every kind: of its graph, of the groups that move, and of embedding and head tied or apart."""
+    """The first step of every kind.
+
+    Kinds differ in their graph, the groups that move or look ahead, embedding and head tied or apart, and the average's
+    beginning, moves and blend.
+    """
     turn = turn_of(recipe)
 
     def kind(plan: StepPlan) -> Hashable:
         # They part at the first update after the plan has said so, which is at most a turn later.
         apart = plan.step >= turn and recipe.plan(plan.step - turn).split
-        return graph_of(plan, execution), plan.step % turn, plan.split, apart
+        ahead = [(role, bool(here), bool(following)) for role, (here, following, _) in plan.ahead]
+        return graph_of(plan, execution), plan.step % turn, plan.split, apart, plan.average, tuple(ahead)
 
     return first_of_each((recipe.plan(step) for step in range(recipe.train.num_steps)), kind)
 

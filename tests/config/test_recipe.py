@@ -109,3 +109,38 @@ def test_learned_positions_end():
 def test_unknown_recipe_names_the_nearest():
     with pytest.raises(ValueError, match=r"unknown recipe 'gtp2': did you mean 'gpt2'.*known: "):
         load_recipe("gtp2")
+
+
+def test_plans_of_groups_that_look_ahead():
+    """Steps 2 to 11 of 20; the strength follows the rate of the group's own next turn and ends with the span."""
+    words = ['groups.0.rule.lookahead={"strength": 0.5, "decay": 0.9, "end": 0.6}', "groups.0.cooldown=0.6"]
+    recipe = load_recipe("tiny", words)
+    role = recipe.groups[0].role
+    plans = [recipe.plan(step) for step in range(20)]
+    assert [plan.step for plan in plans if plan.ahead] == list(range(2, 12))
+    for plan in plans[2:12]:
+        ((name, ahead),) = plan.ahead
+        assert (name, ahead.kept, ahead.here) == (role, 0.9, 0.5 * plan.factor_of(role))
+        following = plans[plan.step + 1]
+        assert ahead.next == (dict(following.ahead)[role].here if following.ahead else 0.0)
+    assert plans[11].ahead[0][1].next == 0.0
+    assert plans[11].factor_of(role) < plans[8].factor_of(role)
+    slow = load_recipe("tiny", [*words, "groups.0.every=3"])
+    assert slow.plan(4).ahead[0][1].next == slow.plan(7).ahead[0][1].here
+    assert slow.plan(9).ahead[0][1].next == 0.0
+    assert recipe.hash != load_recipe("tiny").hash
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("strength=0", r"groups\.0\.rule\.lookahead\.strength=0\.0: it must be positive"),
+        ("decay=1.0", r"groups\.0\.rule\.lookahead\.decay=1\.0: it must be at least 0 and below 1"),
+        ("start=0.8", r"groups\.0\.rule\.lookahead\.start=0\.8: it must be between 0 and end=0\.7"),
+        ("end=1.5", r"groups\.0\.rule\.lookahead\.end=1\.5: it must be at most 1"),
+    ],
+)
+def test_a_look_ahead_that_cannot_work(change, message):
+    name, value = change.split("=")
+    with pytest.raises(ValueError, match=message):
+        load_recipe("tiny", [f'groups.0.rule.lookahead={{"{name}": {value}}}'])

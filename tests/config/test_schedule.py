@@ -42,3 +42,21 @@ def test_curves_must_fit():
         Schedule(lr=LRSchedule(warmup_steps=6, cooldown_steps=5)).validate(10)
     with pytest.raises(ValueError, match=r"schedule\.momentum"):
         Schedule(momentum=MomentumSchedule(warmup_steps=11)).validate(10)
+
+
+def test_trapezoid_with_another_cooldown():
+    curve = LRSchedule(warmup_steps=4, cooldown_steps=10, floor=0.2)
+    assert curve.factor(15, 30, cooldown=0.5) == 1.0
+    assert curve.factor(24, 30, cooldown=0.5) == pytest.approx(0.2 + 0.8 * 6 / 15)
+    assert curve.factor(29, 30, cooldown=0.0) == 1.0
+    assert curve.factor(3, 30, cooldown=0.5) == 1.0  # the warm-up is everybody's
+    assert curve.factor(0, 30, cooldown=0.5) == 0.25
+
+
+def test_a_groups_cooldown_must_fit():
+    schedule = Schedule(lr=LRSchedule(warmup_steps=6))
+    schedule.validate_cooldown("groups.0.cooldown", 0.4, 10)
+    with pytest.raises(ValueError, match=r"groups\.0\.cooldown=0\.5 of train\.num_steps=10 and 6 warm-up steps do not"):
+        schedule.validate_cooldown("groups.0.cooldown", 0.5, 10)
+    with pytest.raises(ValueError, match=r"groups\.1\.cooldown=0\.5, but schedule\.lr\.shape=cosine has no cool-down"):
+        Schedule(lr=LRSchedule(shape="cosine")).validate_cooldown("groups.1.cooldown", 0.5, 10)

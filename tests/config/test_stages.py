@@ -236,3 +236,25 @@ def test_what_does_not_go_together_is_refused(record):
         replace(record, model=replace(record.model, positions="learned"), eval=load_recipe("tiny").eval).validate()
     with pytest.raises(ValueError, match="step=1285: the run has 1285 steps"):
         record.plan(1285)
+
+
+def test_a_groups_own_cooldown(record):
+    """Against the formula; of 1,270 scheduled steps 0.4 begin at step 762, 1.0 at step 0 and 0.0 never."""
+    shares = {"matrix": 0.4, "head": 1.0, "embed": 0.0}
+    groups = tuple(replace(record.groups[0], role=role, cooldown=share) for role, share in shares.items())
+    recipe = replace(record, groups=(*groups, replace(record.groups[0], role="gate"))).validate()
+    for step in (0, 1, 422, 423, 508, 509, 761, 762, 763, 1269, 1270, 1284):
+        plan = recipe.plan(step)
+        multiplier = 1.0 if step < 423 else 1.52 if step < 847 else 1.73
+        for role, start in (("matrix", 762), ("head", 0), ("embed", 1270), ("gate", 508)):
+            t = min(max((step - start) / max(1, 1270 - start), 0), 1)
+            expected = multiplier * (1 - t) + 0.15 * t if step < 1270 else 0.15
+            assert plan.factor_of(role) == pytest.approx(expected, rel=1e-12), (step, role)
+        assert plan.lr_factor == record.plan(step).lr_factor
+    assert record.plan(0).own_factors == ()
+
+
+def test_a_cooldown_that_cannot_work(record):
+    groups = (replace(record.groups[0], cooldown=1.5), *record.groups[1:])
+    with pytest.raises(ValueError, match=r"groups\.0\.cooldown=1\.5: it must be between 0 and 1, or none"):
+        replace(record, groups=groups).validate()

@@ -33,7 +33,7 @@ def test_named_switches_and_ones_own():
         without_each("tiny", SHORT, ("xsa",), everything=False)
     with pytest.raises(ValueError, match="switch 'same' changes nothing"):
         without_each("tiny", SHORT, ("same=model.dim=32",), everything=False)
-    with pytest.raises(ValueError, match="unknown key 'model.dmi'"):
+    with pytest.raises(ValueError, match=r"unknown key 'model\.dmi'"):
         without_each("tiny", SHORT, ("typo=model.dmi=32",), everything=False)
 
 

@@ -29,9 +29,11 @@ OPTIONS = {
     "plain": {},
     "simple momentum": {"nesterov": False},
     "polar express": {"orthogonalizer": "polar_express"},
+    "equal rows": {"equalize": "rows"},
     "evened out": {"variance_beta": 0.9},
     "cautious": {"decay": "cautious", "lr_scale": 2.0},
     "all": {"orthogonalizer": "polar_express", "variance_beta": 0.9, "decay": "cautious", "mantissa": True},
+    "all and equal rows": {"equalize": "rows", "variance_beta": 0.9, "decay": "cautious", "mantissa": True},
 }
 
 
@@ -88,6 +90,7 @@ def test_kernel_logic_in_the_interpreter(run_interpreted):
 def interpreted():
     torch.manual_seed(0)
     momentum_kernel()
+    equal_rows_kernel()
     variance_kernels()
     apply_kernel()
     adam_kernel()
@@ -112,6 +115,26 @@ def momentum_kernel():
             directions = rule.momentum_(plain, grads, momentum, nesterov)
             torch.testing.assert_close(averages, plain, rtol=1e-6, atol=1e-6)
             torch.testing.assert_close(list(stack), list(directions), rtol=1e-5, atol=1e-6)
+
+
+def equal_rows_kernel():
+    """Rows narrower and wider than a program, one of zeros, one too small for its squares."""
+    from nanosprint.kernels import muon
+
+    for shape, count in [((37, 53), 3), ((1, 1), 2), ((64, 64), 1), ((5, 20, 30), 1), ((3, 3000), 2), ((2, 4097), 1)]:
+        for nesterov in (True, False):
+            grads, averages = lists(shape, count), lists(shape, count)
+            for scale, row in ((0.0, 0), (1e-19, -1)):
+                if len(shape) == 2 and shape[0] > 1:
+                    grads[0][row] *= scale
+                    averages[0][row] *= scale
+            plain = [t.clone() for t in averages]
+            stack = torch.full((count, *shape), torch.nan)
+            muon.momentum_stack(averages, grads, 0.9, nesterov, stack, shape[-1])
+            expected = torch.empty_like(stack)
+            rule._directions(plain, grads, 0.9, nesterov, expected, shape[-1])
+            torch.testing.assert_close(averages, plain, rtol=1e-6, atol=1e-6)
+            torch.testing.assert_close(stack, expected, rtol=1e-5, atol=1e-6)
 
 
 def variance_kernels():

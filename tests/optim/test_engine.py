@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from toy import EXACT, GROUPS, assert_same_bits, differ, join, spawn, toy, train
+from toy import EXACT, GROUPS, assert_same_bits, differ, join, plan, spawn, toy, train
 
 from nanosprint.config import AdamConfig, ParamGroup
 from nanosprint.model.roles import collect_roles
@@ -201,3 +201,14 @@ def test_a_role_without_a_group():
     model, _ = toy()
     with pytest.raises(ValueError, match=r"no group for parameters of role 'soap'"):
         Engine(dict(model.named_parameters()), collect_roles(model), GROUPS[:1] + GROUPS[3:] + GROUPS[1:2], EXACT)
+
+
+def test_a_group_with_a_rate_of_its_own():
+    """The factor is the plan's for every part but the one whose role it names."""
+    _, engine = toy()
+    now = plan(4, own_factors=(("matrix", 0.25),))
+    engine.step(now)
+    for part in engine.parts:
+        rate = part.optimizer.param_groups[0]["lr"]
+        factor = 0.25 if part.group.role == "matrix" else now.lr_factor
+        assert rate == part.optimizer.param_groups[0]["base_lr"] * factor

@@ -11,7 +11,7 @@ from nanosprint.ops import polar
 from nanosprint.optim import Muon
 from nanosprint.optim.build import _optimizer
 from nanosprint.optim.mantissa import join
-from nanosprint.optim.muon import matrix_shape, variance_shape
+from nanosprint.optim.muon import equal_rows, matrix_shape, variance_shape
 
 F64 = torch.float64
 A, B, C = 3.4445, -4.7750, 2.0315
@@ -211,6 +211,46 @@ def test_matrix_shape():
     assert matrix_shape((5, 12, 2, 2), stacked=True) == (12, 4)
 
 
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_equal_rows_against_the_textbook(nesterov):
+    """MuonEq-R, one matrix at a time: every row's RMS becomes the matrix', then the polar step; also of blocks."""
+    shapes = [((8, 8), 1), ((24, 8), 3), ((8, 24), 1), ((6, 2, 3, 3), 1)]
+    for shape, split in shapes:
+        params, gradients = setting([shape], dtype=F64)
+        for (g,) in gradients:
+            g[0] *= 1e-4  # rows of very different length
+            g[-1] = 0  # and one that stays zero
+        W = params[0].detach().clone().reshape(shape[0], -1)
+        M = torch.zeros_like(W)
+        options = {"split": split, "nesterov": nesterov, "orthogonalize_dtype": F64}
+        run(Muon(params, lr=0.02, momentum=0.9, equalize="rows", **options), params, gradients)
+        for (g,) in gradients:
+            g = g.reshape(W.shape)
+            M = 0.9 * M + 0.1 * g
+            blocks = []
+            for U in (0.9 * M + 0.1 * g if nesterov else M).chunk(split):
+                rms = U.square().mean(1, keepdim=True).sqrt()
+                blocks.append(ns_by_svd(torch.where(rms > 0, U / rms * U.square().mean().sqrt(), 0)))
+            W = W - 0.02 * max(1, blocks[0].shape[0] / W.shape[1]) ** 0.5 * torch.cat(blocks)
+        torch.testing.assert_close(params[0].detach().reshape(W.shape), W, rtol=1e-6, atol=1e-7)
+        others = [torch.nn.Parameter(p.detach().clone()) for p in params]
+        run(Muon(others, lr=0.02, momentum=0.9, **options), others, gradients)
+        assert not torch.allclose(others[0], params[0], rtol=0, atol=1e-3)
+
+
+def test_equal_rows_of_a_stack_and_in_bf16():
+    """A stack is as many matrices, and a bf16 stack is rounded once: rows of RMS 1 to bf16's precision."""
+    parts, gradients = setting([(12, 6)] * 3, dtype=F64)
+    stack = [nn.Parameter(torch.stack([p.detach() for p in parts]))]
+    options = {"orthogonalize_dtype": F64, "equalize": "rows"}
+    run(Muon(parts, **options), parts, gradients)
+    run(Muon(stack, stacked=True, **options), stack, [[torch.stack(g)] for g in gradients])
+    torch.testing.assert_close(stack[0].detach(), torch.stack([p.detach() for p in parts]), rtol=1e-12, atol=1e-12)
+    rows = equal_rows((1e-6 * torch.randn(4, 64)).bfloat16())
+    assert rows.dtype == torch.bfloat16
+    torch.testing.assert_close(rows.double().square().mean(-1), torch.ones(4, dtype=F64), rtol=5e-3, atol=0)
+
+
 def evened_out(V, S, beta):
     """NorMuon's variance step on one matrix, float64: (update, second moments), by norms of whole matrices."""
     rows, cols = V.shape
@@ -385,7 +425,7 @@ def test_options_of_a_recipe_arrive():
     """From `ParamGroup` and its rule to what the optimizers read; rules with one rate get the product."""
     bank = {"role": "a", "lr": 0.02, "lr_scale": 3.0, "weight_decay": 1.2}
     rules = {
-        "muon": MuonConfig(variance_beta=0.9, decay="cautious"),
+        "muon": MuonConfig(variance_beta=0.9, decay="cautious", equalize="rows"),
         "adam": AdamConfig(eps_form="uncorrected", decay="cautious"),
         "soap": SoapConfig(),
     }
@@ -402,6 +442,7 @@ def test_options_of_a_recipe_arrive():
         assert (groups[name]["lr"], groups[name]["base_lr"], groups[name]["lr_scale"]) == (0.02, 0.02, 3.0)
         assert groups[name]["decay"] == "cautious"
     assert (groups["muon"]["variance_beta"], groups["muon"]["mantissa"]) == (0.9, True)
+    assert groups["muon"]["equalize"] == "rows"
     assert groups["adam"]["eps_form"] == "uncorrected"
     assert groups["soap"]["lr"] == groups["soap"]["base_lr"] == pytest.approx(0.06)
     with pytest.raises(ValueError, match=r"storage='bf16\+16' of role 'a' needs MuonConfig"):

@@ -31,7 +31,7 @@ def optimizers(params):
     exact = {"orthogonalize_dtype": torch.float64}
     cautious = {"decay": "cautious", "weight_decay": 2.0, "lr_scale": 3.0}
     return [
-        Muon(params[:1], split=3, variance_beta=0.9, **exact),
+        Muon(params[:1], split=3, variance_beta=0.9, equalize="rows", **exact),
         Muon(params[1:3], variance_beta=0.9, **cautious, **exact),
         AdamW(params[3:], lr=0.01, **cautious),
     ]
@@ -109,7 +109,7 @@ def columns(rank, make):
 
 
 def muon_only(params):
-    return [Muon(params, orthogonalize_dtype=torch.float64)]
+    return [Muon(params, orthogonalize_dtype=torch.float64, equalize="rows")]
 
 
 def ddp(rank, make):
