@@ -107,4 +107,4 @@ def test_the_log_ends_with_the_record(trained):
     assert last["name"] == record["status"] == "finished"
     assert record.pop("metrics_sha256") == metrics_sha256(run.metrics_path)
     assert last["record"] == record
-    assert record["late_graphs"] == 0
+    assert record["clock_graphs"] == 0

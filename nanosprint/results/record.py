@@ -85,7 +85,7 @@ class RunRecord:
     metrics_sha256: str
     series: Series | None
     created: str  # ISO 8601 with the offset from UTC
-    late_graphs: int | None = None  # compiled after the warm-up, where each costs training time
+    clock_graphs: int | None = None  # compiled while the clock ran; None: by a version that did not count them
     schema: int = SCHEMA
 
     def __post_init__(self) -> None:

@@ -289,17 +289,17 @@ def _validated(runs: Sequence[_Run]) -> Finding:
 
 
 def _on_the_clock(runs: Sequence[_Run]) -> Finding:
-    """All compilation before the first step, none after; times that rise up to the record's."""
+    """A warm-up before the first step, no compilation on the clock, times that rise up to the record's."""
     complaints = []
     for run in runs:
         names = [line.get("name", line["kind"]) for line in run.lines]
         first = next((i for i, line in enumerate(run.lines) if line["kind"] != "event"), len(names))
         if "start" not in names[:first]:
             complaints.append(f"{run.name}: no warm-up on record before the first step")
-        if run.record.late_graphs:
-            complaints.append(f"{run.name}: {_counted(run.record.late_graphs, 'graph')} compiled after the warm-up")
-        elif run.record.late_graphs is None:
-            complaints.append(f"{run.name}: not on record whether anything was compiled after the warm-up")
+        if run.record.clock_graphs:
+            complaints.append(f"{run.name}: {_counted(run.record.clock_graphs, 'graph')} compiled on the clock")
+        elif run.record.clock_graphs is None:
+            complaints.append(f"{run.name}: not on record whether anything was compiled on the clock")
         complaints += _time_complaints(run)
     seconds = [run.record.train_ms / 1000 for run in runs]
     return f"warm-up before the clock, {min(seconds):,.2f} to {max(seconds):,.2f} s of training", complaints

@@ -5,7 +5,6 @@ whatever ends a run in between leaves an event in its metrics and a checkpoint t
 """
 
 import contextlib
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -29,6 +28,7 @@ from nanosprint.training.console import Display, open_display
 from nanosprint.training.distributed import World
 from nanosprint.training.energy import CountedElsewhere, EnergyMeter, open_meter
 from nanosprint.training.environment import environment
+from nanosprint.training.graphs import GraphCounter
 from nanosprint.training.log import RunLog
 from nanosprint.training.loop import Loop
 from nanosprint.training.peak import Peak, peak
@@ -103,7 +103,7 @@ class _Session:
     ) -> None:
         self.request, self.run_dir, self.world, self.started = request, run_dir, world, started
         self.resume = resume
-        self.graphs = 0  # compiled before the clock started
+        self.graphs = GraphCounter()
         self.environment = environment()
         display: Display | None = None
         if console and world.is_main:
@@ -157,7 +157,7 @@ class _Session:
 
     def _train(self, prepared: Prepared, saved: dict[str, Any] | None) -> RunRecord | None:
         meter = self._meter()
-        clock = Clock(prepared.synchronize, hooks=[meter])
+        clock = Clock(prepared.synchronize, hooks=[meter, self.graphs])
         ceiling = peak(self.world.device, str(self.request.execution.compute))
         loop = Loop(prepared, self.run_dir, self.log, clock, ceiling, meter)
         if saved is not None:
@@ -172,7 +172,6 @@ class _Session:
             parameters=parameters,
             message=f"{parameters:,} parameters, {self._described()}, ready after {startup_ms / 1000:.1f} s",
         )
-        self.graphs = graphs_compiled()
         try:
             loop()
         except BaseException as error:
@@ -236,7 +235,7 @@ class _Session:
             metrics_sha256="",  # once the log is closed
             series=request.series,
             created=request.created,
-            late_graphs=graphs_compiled() - self.graphs,
+            clock_graphs=self.graphs.count,
         )
 
     def _described(self) -> str:
@@ -257,12 +256,6 @@ class _Session:
         if self.world.local_rank:
             return EnergyMeter(CountedElsewhere())
         return open_meter(self.world.device.type)
-
-
-def graphs_compiled() -> int:
-    """How many graphs torch.compile has made in this process so far."""
-    dynamo = sys.modules.get("torch._dynamo.utils")  # not there as long as nothing was compiled
-    return 0 if dynamo is None else int(dynamo.counters["stats"]["unique_graphs"])
 
 
 @contextlib.contextmanager

@@ -73,7 +73,7 @@ def write_run(path, loss, *, index=0, size=4, recipe=RECIPE, seed=None, series="
             "metrics_sha256": "",
             "series": place,
             "created": "",
-            "late_graphs": 0,
+            "clock_graphs": 0,
         }
         record = RunRecord(**{**values, **changes})
         log.event(record.status, step=steps, record=outcome_of(to_dict(record)))
@@ -212,8 +212,8 @@ def test_any_edit_of_the_log_is_refused(claim):
         (("tokens",), 3000, "steps"),
         (("train_ms",), 60.0, "clock"),
         (("tokens_per_s",), 1e6, "clock"),
-        (("late_graphs",), 1, "clock"),
-        (("late_graphs",), None, "clock"),
+        (("clock_graphs",), 1, "clock"),
+        (("clock_graphs",), None, "clock"),
         (("val_loss",), 3.2, "validation"),
         (("data", "val_tokens"), 2049, "validation"),
         (("data", "files", 1, "sha256"), "ce", "data"),
