@@ -20,7 +20,7 @@ from nanosprint.config.recipe import Recipe
 from nanosprint.errors import UserError
 from nanosprint.results import jsonfile, stats
 from nanosprint.results.metrics import effective_lines, metrics_sha256
-from nanosprint.results.record import ENDS, RunRecord, outcome_of
+from nanosprint.results.record import OUTCOME, RunRecord, outcome_of
 from nanosprint.results.runs import RunDir
 
 TARGET, ALPHA = 3.28, 0.01  # nats on FineWeb's validation tokens, and the p-value that the benchmark asks for
@@ -186,7 +186,7 @@ def _unedited(runs: Sequence[_Run]) -> Finding:
         last = run.lines[-1] if run.lines else {}
         if run.sha256 != run.record.metrics_sha256:
             complaints.append(f"{run.name}: metrics.jsonl is not the one that record.json was made from")
-        if last.get("name") not in ENDS or "record" not in last:
+        if last.get("name") != OUTCOME or not isinstance(last.get("record"), dict):
             complaints.append(f"{run.name}: metrics.jsonl does not end with the outcome; older runs cannot be verified")
         elif keys := _differing(last["record"], outcome_of(run.raw)):
             complaints.append(f"{run.name}: record.json and the end of metrics.jsonl differ in {', '.join(keys)}")

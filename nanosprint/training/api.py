@@ -20,7 +20,7 @@ from nanosprint.data.tokenizers import save_tokenizer
 from nanosprint.errors import DivergedError, Interrupted, UserError
 from nanosprint.optim.sharding import from_first
 from nanosprint.results.metrics import metrics_sha256
-from nanosprint.results.record import DataRecord, Mfu, RunRecord, ShardFile, Status, outcome_of
+from nanosprint.results.record import OUTCOME, DataRecord, Mfu, RunRecord, ShardFile, Status, outcome_of
 from nanosprint.results.runs import RunDir
 from nanosprint.training import checkpoint, distributed
 from nanosprint.training.clock import Clock
@@ -189,16 +189,15 @@ class _Session:
             loop.stop_clock()
         loop.meter.close()
         status = _status(error, loop.run)
-        record = None
-        if self.world.is_main and not isinstance(error, Interrupted | KeyboardInterrupt):
-            record = self._record(loop, status, startup_ms)
-        fields: dict[str, Any] = {} if error is None else {"message": str(error) or type(error).__name__}
-        if record is not None:
-            fields["record"] = outcome_of(to_dict(record))
-        self.log.event(status, show=False, step=loop.run.state.step, **fields)
-        self.log.close()
-        if record is None:
+        if error is not None:
+            told = str(error) or type(error).__name__
+            self.log.event(status, show=False, step=loop.run.state.step, message=told)
+        if not self.world.is_main or isinstance(error, Interrupted | KeyboardInterrupt):
+            self.log.close()
             return None
+        record = self._record(loop, status, startup_ms)
+        self.log.event(OUTCOME, show=False, step=record.steps, record=outcome_of(to_dict(record)))
+        self.log.close()
         record = replace(record, metrics_sha256=metrics_sha256(self.run_dir.metrics_path))
         record.save(self.run_dir)
         return record

@@ -13,7 +13,7 @@ from nanosprint.config.edit import to_dict
 from nanosprint.config.recipe import Execution
 from nanosprint.recipes import load_recipe
 from nanosprint.results.metrics import metrics_sha256
-from nanosprint.results.record import DataRecord, Mfu, RunRecord, ShardFile, outcome_of
+from nanosprint.results.record import OUTCOME, DataRecord, Mfu, RunRecord, ShardFile, outcome_of
 from nanosprint.results.runs import RunDir, Series, claim_run_dir
 from nanosprint.results.verify import ALPHA, TARGET, beats, verify
 from nanosprint.training.log import RunLog
@@ -76,7 +76,7 @@ def write_run(path, loss, *, index=0, size=4, recipe=RECIPE, seed=None, series="
             "clock_graphs": 0,
         }
         record = RunRecord(**{**values, **changes})
-        log.event(record.status, step=steps, record=outcome_of(to_dict(record)))
+        log.event(OUTCOME, step=steps, record=outcome_of(to_dict(record)))
     replace(record, metrics_sha256=metrics_sha256(run.metrics_path)).save(run)
     return path
 
@@ -239,7 +239,7 @@ def test_an_edit_in_record_and_log_alike_contradicts_the_lines(claim, place, val
     run = RunDir(folder / "run-0")
     record = changed(json.loads(run.record_path.read_text()), place, value)
     lines = read_lines(run.path)
-    lines[-1] = {**lines[-1], "name": record["status"], "record": outcome_of(record)}
+    lines[-1] = {**lines[-1], "record": outcome_of(record)}
     write_lines(run.path, lines)
     run.record_path.write_text(json.dumps(record))
     reseal(run.path)
