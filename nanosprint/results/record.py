@@ -8,7 +8,7 @@ outcome, so that neither file can be changed without the other.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from nanosprint.errors import UserError
 from nanosprint.results import jsonfile
@@ -17,7 +17,7 @@ from nanosprint.results.runs import RunDir, Series
 
 SCHEMA = 1
 Status = Literal["finished", "stopped", "failed", "diverged"]
-ENDS: tuple[str, ...] = get_args(Status)  # events that end a log
+OUTCOME = "record"  # the event that ends a log
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +85,7 @@ class RunRecord:
     metrics_sha256: str
     series: Series | None
     created: str  # ISO 8601 with the offset from UTC
-    late_graphs: int | None = None  # compiled after the warm-up, where each costs training time
+    clock_graphs: int | None = None  # compiled while the clock ran; None: by a version that did not count them
     schema: int = SCHEMA
 
     def __post_init__(self) -> None:

@@ -20,7 +20,7 @@ from nanosprint.config.recipe import Recipe
 from nanosprint.errors import UserError
 from nanosprint.results import jsonfile, stats
 from nanosprint.results.metrics import effective_lines, metrics_sha256
-from nanosprint.results.record import ENDS, RunRecord, outcome_of
+from nanosprint.results.record import OUTCOME, RunRecord, outcome_of
 from nanosprint.results.runs import RunDir
 
 TARGET, ALPHA = 3.28, 0.01  # nats on FineWeb's validation tokens, and the p-value that the benchmark asks for
@@ -186,7 +186,7 @@ def _unedited(runs: Sequence[_Run]) -> Finding:
         last = run.lines[-1] if run.lines else {}
         if run.sha256 != run.record.metrics_sha256:
             complaints.append(f"{run.name}: metrics.jsonl is not the one that record.json was made from")
-        if last.get("name") not in ENDS or "record" not in last:
+        if last.get("name") != OUTCOME or not isinstance(last.get("record"), dict):
             complaints.append(f"{run.name}: metrics.jsonl does not end with the outcome; older runs cannot be verified")
         elif keys := _differing(last["record"], outcome_of(run.raw)):
             complaints.append(f"{run.name}: record.json and the end of metrics.jsonl differ in {', '.join(keys)}")
@@ -289,17 +289,17 @@ def _validated(runs: Sequence[_Run]) -> Finding:
 
 
 def _on_the_clock(runs: Sequence[_Run]) -> Finding:
-    """All compilation before the first step, none after; times that rise up to the record's."""
+    """A warm-up before the first step, no compilation on the clock, times that rise up to the record's."""
     complaints = []
     for run in runs:
         names = [line.get("name", line["kind"]) for line in run.lines]
         first = next((i for i, line in enumerate(run.lines) if line["kind"] != "event"), len(names))
         if "start" not in names[:first]:
             complaints.append(f"{run.name}: no warm-up on record before the first step")
-        if run.record.late_graphs:
-            complaints.append(f"{run.name}: {_counted(run.record.late_graphs, 'graph')} compiled after the warm-up")
-        elif run.record.late_graphs is None:
-            complaints.append(f"{run.name}: not on record whether anything was compiled after the warm-up")
+        if run.record.clock_graphs:
+            complaints.append(f"{run.name}: {_counted(run.record.clock_graphs, 'graph')} compiled on the clock")
+        elif run.record.clock_graphs is None:
+            complaints.append(f"{run.name}: not on record whether anything was compiled on the clock")
         complaints += _time_complaints(run)
     seconds = [run.record.train_ms / 1000 for run in runs]
     return f"warm-up before the clock, {min(seconds):,.2f} to {max(seconds):,.2f} s of training", complaints

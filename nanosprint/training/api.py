@@ -5,7 +5,6 @@ whatever ends a run in between leaves an event in its metrics and a checkpoint t
 """
 
 import contextlib
-import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -21,7 +20,7 @@ from nanosprint.data.tokenizers import save_tokenizer
 from nanosprint.errors import DivergedError, Interrupted, UserError
 from nanosprint.optim.sharding import from_first
 from nanosprint.results.metrics import metrics_sha256
-from nanosprint.results.record import DataRecord, Mfu, RunRecord, ShardFile, Status, outcome_of
+from nanosprint.results.record import OUTCOME, DataRecord, Mfu, RunRecord, ShardFile, Status, outcome_of
 from nanosprint.results.runs import RunDir
 from nanosprint.training import checkpoint, distributed
 from nanosprint.training.clock import Clock
@@ -29,6 +28,7 @@ from nanosprint.training.console import Display, open_display
 from nanosprint.training.distributed import World
 from nanosprint.training.energy import CountedElsewhere, EnergyMeter, open_meter
 from nanosprint.training.environment import environment
+from nanosprint.training.graphs import GraphCounter
 from nanosprint.training.log import RunLog
 from nanosprint.training.loop import Loop
 from nanosprint.training.peak import Peak, peak
@@ -126,8 +126,8 @@ class _Session:
         self.request, self.run_dir, self.world, self.started = request, run_dir, world, started
         self.resume = resume
         self.prepared: Prepared | None = None
-        self.graphs = 0  # compiled before the clock started
         self.began_before = run_dir.metrics_path.exists()
+        self.graphs = GraphCounter()
         self.environment = environment()
         display: Display | None = None
         if console and world.is_main:
@@ -181,7 +181,7 @@ class _Session:
 
     def _train(self, prepared: Prepared, saved: dict[str, Any] | None) -> RunRecord | None:
         meter = self._meter()
-        clock = Clock(prepared.synchronize, hooks=[meter])
+        clock = Clock(prepared.synchronize, hooks=[meter, self.graphs])
         ceiling = peak(self.world.device, str(self.request.execution.compute))
         loop = Loop(prepared, self.run_dir, self.log, clock, ceiling, meter)
         if saved is not None:
@@ -196,7 +196,6 @@ class _Session:
             parameters=parameters,
             message=f"{parameters:,} parameters, {self._described()}, ready after {startup_ms / 1000:.1f} s",
         )
-        self.graphs = graphs_compiled()
         try:
             loop()
         except BaseException as error:
@@ -214,16 +213,15 @@ class _Session:
             loop.stop_clock()
         loop.meter.close()
         status = _status(error, loop.run)
-        record = None
-        if self.world.is_main and not isinstance(error, Interrupted | KeyboardInterrupt):
-            record = self._record(loop, status, startup_ms)
-        fields: dict[str, Any] = {} if error is None else {"message": str(error) or type(error).__name__}
-        if record is not None:
-            fields["record"] = outcome_of(to_dict(record))
-        self.log.event(status, show=False, step=loop.run.state.step, **fields)
-        self.log.close()
-        if record is None:
+        if error is not None:
+            told = str(error) or type(error).__name__
+            self.log.event(status, show=False, step=loop.run.state.step, message=told)
+        if not self.world.is_main or isinstance(error, Interrupted | KeyboardInterrupt):
+            self.log.close()
             return None
+        record = self._record(loop, status, startup_ms)
+        self.log.event(OUTCOME, show=False, step=record.steps, record=outcome_of(to_dict(record)))
+        self.log.close()
         record = replace(record, metrics_sha256=metrics_sha256(self.run_dir.metrics_path))
         record.save(self.run_dir)
         return record
@@ -260,7 +258,7 @@ class _Session:
             metrics_sha256="",  # once the log is closed
             series=request.series,
             created=request.created,
-            late_graphs=graphs_compiled() - self.graphs,
+            clock_graphs=self.graphs.count,
         )
 
     def _described(self) -> str:
@@ -281,12 +279,6 @@ class _Session:
         if self.world.local_rank:
             return EnergyMeter(CountedElsewhere())
         return open_meter(self.world.device.type)
-
-
-def graphs_compiled() -> int:
-    """How many graphs torch.compile has made in this process so far."""
-    dynamo = sys.modules.get("torch._dynamo.utils")  # not there as long as nothing was compiled
-    return 0 if dynamo is None else int(dynamo.counters["stats"]["unique_graphs"])
 
 
 @contextlib.contextmanager

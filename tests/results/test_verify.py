@@ -13,7 +13,7 @@ from nanosprint.config.edit import to_dict
 from nanosprint.config.recipe import Execution
 from nanosprint.recipes import load_recipe
 from nanosprint.results.metrics import metrics_sha256
-from nanosprint.results.record import DataRecord, Mfu, RunRecord, ShardFile, outcome_of
+from nanosprint.results.record import OUTCOME, DataRecord, Mfu, RunRecord, ShardFile, outcome_of
 from nanosprint.results.runs import RunDir, Series, claim_run_dir
 from nanosprint.results.verify import ALPHA, TARGET, beats, verify
 from nanosprint.training.log import RunLog
@@ -73,10 +73,10 @@ def write_run(path, loss, *, index=0, size=4, recipe=RECIPE, seed=None, series="
             "metrics_sha256": "",
             "series": place,
             "created": "",
-            "late_graphs": 0,
+            "clock_graphs": 0,
         }
         record = RunRecord(**{**values, **changes})
-        log.event(record.status, step=steps, record=outcome_of(to_dict(record)))
+        log.event(OUTCOME, step=steps, record=outcome_of(to_dict(record)))
     replace(record, metrics_sha256=metrics_sha256(run.metrics_path)).save(run)
     return path
 
@@ -212,8 +212,8 @@ def test_any_edit_of_the_log_is_refused(claim):
         (("tokens",), 3000, "steps"),
         (("train_ms",), 60.0, "clock"),
         (("tokens_per_s",), 1e6, "clock"),
-        (("late_graphs",), 1, "clock"),
-        (("late_graphs",), None, "clock"),
+        (("clock_graphs",), 1, "clock"),
+        (("clock_graphs",), None, "clock"),
         (("val_loss",), 3.2, "validation"),
         (("data", "val_tokens"), 2049, "validation"),
         (("data", "files", 1, "sha256"), "ce", "data"),
@@ -239,7 +239,7 @@ def test_an_edit_in_record_and_log_alike_contradicts_the_lines(claim, place, val
     run = RunDir(folder / "run-0")
     record = changed(json.loads(run.record_path.read_text()), place, value)
     lines = read_lines(run.path)
-    lines[-1] = {**lines[-1], "name": record["status"], "record": outcome_of(record)}
+    lines[-1] = {**lines[-1], "record": outcome_of(record)}
     write_lines(run.path, lines)
     run.record_path.write_text(json.dumps(record))
     reseal(run.path)
