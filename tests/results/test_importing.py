@@ -123,3 +123,11 @@ def test_command(logs, nanosprint):
     done = nanosprint("resume", done.stdout.split("imported: ")[1].strip())
     assert done.returncode == 2
     assert "was imported from" in done.stderr
+
+
+def test_verify_refuses_them_by_name(logs, nanosprint):
+    nanosprint("import", *logs, "--out", "others")
+    done = nanosprint("verify", "others")
+    assert done.returncode == 1
+    assert "refused (readable)" in done.stdout
+    assert "was imported from" in " ".join(done.stdout.split())
