@@ -387,17 +387,16 @@ def _race_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @cli.command()
-@click.argument("words", nargs=-1, metavar="RECIPE... [KEY.SUB=VALUE]...")
+@click.argument("words", nargs=-1, metavar="RECIPE... [[RECIPE:]KEY.SUB=VALUE]...")
 @_race_options
 def race(words: tuple[str, ...], resume: Path | None, **options: Any) -> int:
     """Train each RECIPE several times, in turns, and say what can be told about their differences.
 
     For example: nanosprint race modern sub3 --runs 4 --budget 30s --target 3.28 train.batch_tokens=65536
 
-    Seeds are --seed and those after it. Overrides are for all recipes. Whatever ends a race, --resume DIR goes on.
+    Seeds are --seed and those after it. Overrides are for all recipes, or for one: sub3:model.seq_len=8192.
+    Whatever ends a race, --resume DIR goes on.
     """
-    from nanosprint.recipes import load_recipe
-
     if resume is not None:
         return _resume_race(resume, words)
     names = [word for word in words if "=" not in word]
@@ -406,12 +405,14 @@ def race(words: tuple[str, ...], resume: Path | None, **options: Any) -> int:
         raise click.UsageError("give a RECIPE or more, or --resume DIR")
     if len(set(names)) < len(names):
         raise ValueError(f"recipe {next(n for n in names if names.count(n) > 1)!r} is named twice")
-    return _run_race({name: load_recipe(name, overrides) for name in names}, execution, **options)
+    from nanosprint.evidence.ablate import load_all
+
+    return _run_race(load_all(names, overrides), execution, **options)
 
 
 @cli.command()
 @click.argument("recipe", required=False)
-@click.argument("words", nargs=-1, metavar="[KEY.SUB=VALUE]...")
+@click.argument("words", nargs=-1, metavar="[[RECIPE:]KEY.SUB=VALUE]...")
 @click.option("--one-out", is_flag=True, help="Without each technique that the recipe has.  [default]")
 @click.option("--switch", "switches", multiple=True, metavar="NAME[=KEY=VALUE]", help="Without this one; repeat it.")
 @click.option("--ladder", is_flag=True, help="Against all its ancestors.")

@@ -68,6 +68,11 @@ def test_importing_touches_no_torch():
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
+def test_evidence_starts_processes_without_torch():
+    code = "import sys; sys.modules['torch'] = None; import nanosprint.evidence.race, nanosprint.evidence.outcome"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
 def test_public_face():
     for name in nanosprint.__all__:
         assert getattr(nanosprint, name) is not None

@@ -51,8 +51,18 @@ def without_each(name: str, words: Words, switches: Sequence[str], everything: b
     return {name: recipe, **{f"{PREFIX}{switch}": variant for switch, variant in variants.items()}}, left_out
 
 
+def load_all(names: Sequence[str], words: Words) -> dict[str, Recipe]:
+    """Recipes by name with the overrides that are for all of them, and with their own, RECIPE:KEY=VALUE."""
+    for word in words:
+        if ":" in word and word.partition(":")[0] not in names:
+            raise UserError(f"override {word!r} is for a recipe that does not take part: there are {', '.join(names)}")
+    common = {key: value for key, value in words.items() if ":" not in key}
+    own = {name: {k.partition(":")[2]: v for k, v in words.items() if k.startswith(f"{name}:")} for name in names}
+    return {name: load_recipe(name, {**common, **own[name]}) for name in names}
+
+
 def ancestors(name: str, words: Words) -> Variants:
-    """The recipe and all it descends from, the oldest last."""
+    """The recipe and all it descends from, the oldest last; `words` as for `load_all`."""
     entries, chain = all_recipes(), [name]
     if name not in entries:
         load_recipe(name)  # says what there is
@@ -60,7 +70,7 @@ def ancestors(name: str, words: Words) -> Variants:
         chain.append(parent)
     if len(chain) == 1:
         raise UserError(f"recipe {name!r} has no parent, so that there is no ladder to walk: try --one-out")
-    return {one: load_recipe(one, words) for one in chain}, {}
+    return load_all(chain, words), {}
 
 
 def grid(name: str, words: Words, sweeps: Iterable[str]) -> Variants:

@@ -59,14 +59,23 @@ class Runner:
         for job in jobs:
             waiting.put(job)
         deadline = time.monotonic() + stop_after_s
-        workers = [threading.Thread(target=self._work, args=(waiting, carry_out, gpu, deadline)) for gpu in gpus]
-        for worker in workers:
-            worker.start()
+        ended = threading.Semaphore(0)  # not Thread.join, which Python 3.11 takes as done once it was interrupted
+
+        def work(gpu: str | None) -> None:
+            try:
+                self._work(waiting, carry_out, gpu, deadline)
+            finally:
+                ended.release()
+
+        for gpu in gpus:
+            threading.Thread(target=work, args=(gpu,)).start()
+        left = len(gpus)
         try:
-            for worker in workers:
-                worker.join()
+            while left:
+                ended.acquire()
+                left -= 1
         except BaseException:
-            self._end(workers)
+            self._end(ended, left)
             raise
         if self._fault is not None:
             raise self._fault
@@ -127,14 +136,14 @@ class Runner:
             except BaseException as error:  # a fault of ours: told by `run`, not lost with the thread
                 self._fault = error
 
-    def _end(self, workers: Sequence[threading.Thread]) -> None:
+    def _end(self, ended: threading.Semaphore, left: int) -> None:
         """Let the children save and end; a second interruption ends them at once."""
         with self._lock:
             self._stopping = True
         try:
             self._signal(signal.SIGINT)
-            for worker in workers:
-                worker.join()
+            for _ in range(left):
+                ended.acquire()
         except BaseException:
             self._signal(signal.SIGKILL)
             raise

@@ -63,8 +63,7 @@ def _carry_out(race: Race, entry: Entry, folder: Path, runner: Runner) -> str:
     if not run.has_run:
         run.path.mkdir(exist_ok=True)
         save_request(run, race.request(entry, folder))
-    with locked(run.path / ".lock"):  # a run may have outlived the race that began it: it is waited for
-        pass
+    _wait_for(run, lambda: runner.say(f"{entry.name}: still training since an earlier race: waiting for it"))
     if not is_settled(run):
         command = [sys.executable, "-m", "nanosprint", "resume", str(run.path)]
         runner.process(command, Path(f"{run.path}.log"))
@@ -75,3 +74,15 @@ def _carry_out(race: Race, entry: Entry, folder: Path, runner: Runner) -> str:
     rate = "" if record.tokens_per_s is None else f", {record.tokens_per_s:,.0f} tokens/s"
     seconds = f"{record.train_ms / 1000:.1f} s"
     return f"{loss}, {record.steps} steps in {seconds}{rate}, start-up {record.startup_ms / 1000:.0f} s"
+
+
+def _wait_for(run: RunDir, say: Callable[[], None]) -> None:
+    """Wait for a process that trains in `run`: it may have outlived the race that began it."""
+    path = run.path / ".lock"
+    free = try_lock(path)
+    if free is not None:
+        free.close()
+        return
+    say()
+    with locked(path):
+        pass

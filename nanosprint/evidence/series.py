@@ -77,8 +77,16 @@ class Race:
         A budget is spent on the contestant's first run that gets as far as to be fitted to it; the others take over
         the recipe that came out, since runs of unlike length would not be a series.
         """
-        one = self.contestant(entry.contestant)
         fitted = None if self.budget is None else self._fitted(entry.contestant, folder)
+        return self._request(entry, fitted)
+
+    def check(self) -> "Race":
+        """Return self; raise ValueError for what every run would refuse."""
+        self._request(self.order[0], None)
+        return self
+
+    def _request(self, entry: Entry, fitted: Recipe | None) -> RunRequest:
+        one = self.contestant(entry.contestant)
         return RunRequest(
             recipe=fitted or one.recipe,
             execution=self.execution,
@@ -137,7 +145,7 @@ def plan_race(
         for i in range(runs)
         for name in recipes
     )
-    race = Race(
+    return Race(
         contestants=contestants,
         order=order,
         runs=runs,
@@ -151,9 +159,7 @@ def plan_race(
         left_out=dict(left_out or {}),
         command=command,
         created=created,
-    )
-    race.request(order[0], Path())  # whatever every run would refuse is refused now
-    return race
+    ).check()
 
 
 def claim_race_dir(out: Path | None, kind: str) -> Path:

@@ -1,33 +1,19 @@
 """Races of tiny runs, carried out in this process where the process is not what is tested."""
 
-from pathlib import Path
-
 import pytest
+from races import process_of
 
 from nanosprint.config import Execution
 from nanosprint.evidence.jobs import Runner
 from nanosprint.evidence.series import plan_race
 from nanosprint.recipes import load_recipe
-from nanosprint.results.runs import RunDir
-from nanosprint.training.request import load_request
 
 
 @pytest.fixture
 def in_process(monkeypatch):
     """Runs without processes of their own; the folders' names in the order in which they were begun."""
-    from nanosprint.training.api import carry_out
-
     begun = []
-
-    def process(self, command, log, **_):
-        run = RunDir(Path(command[-1]))
-        begun.append(run.name)
-        try:
-            carry_out(load_request(run), run, resume=True)
-        except RuntimeError as error:  # the process would end with a code
-            raise ValueError(str(error)) from error
-
-    monkeypatch.setattr(Runner, "process", process)
+    monkeypatch.setattr(Runner, "process", process_of(begun))
     return begun
 
 

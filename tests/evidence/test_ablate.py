@@ -3,10 +3,12 @@
 import copy
 import json
 
+import click
 import pytest
 
+from nanosprint import cli
 from nanosprint.config import Execution
-from nanosprint.evidence.ablate import ablation_markdown, ancestors, effects, grid, without_each
+from nanosprint.evidence.ablate import ablation_markdown, ancestors, effects, grid, load_all, without_each
 from nanosprint.evidence.outcome import publish
 from nanosprint.evidence.race import carry_on, start
 from nanosprint.evidence.series import load_race, plan_race
@@ -43,6 +45,17 @@ def test_the_ladder_is_walked_to_its_foot():
         ancestors("tiny", {})
     with pytest.raises(ValueError, match="unknown recipe 'mdern'"):
         ancestors("mdern", {})
+
+
+def test_overrides_for_one_recipe():
+    words = {"train.batch_tokens": "65536", "sub3:model.seq_len": "8192", "sub3:eval.batch_tokens": "65536"}
+    made = load_all(["modern", "sub3"], words)
+    assert [recipe.train.batch_tokens for recipe in made.values()] == [65_536, 65_536]
+    assert (made["modern"].model.seq_len, made["sub3"].model.seq_len) == (1024, 8192)
+    walked, _ = ancestors("muon", {"gpt2:train.lanes": "4"})
+    assert [recipe.train.lanes for recipe in walked.values()] == [8, 8, 4]
+    with pytest.raises(ValueError, match=r"'soap:train.lanes' is for a recipe that does not take part: there are mod"):
+        load_all(["modern"], {"soap:train.lanes": "4"})
 
 
 def test_grids():
@@ -101,30 +114,19 @@ def check_table(report):
     assert "unknown: too few runs" in ablation_markdown(report)
 
 
-def test_the_commands(nanosprint, tmp_path, tiny_data):
-    words = [
-        "ablate",
-        "tiny",
-        "--switch",
-        "rotary",
-        "--runs",
-        "2",
-        "--device",
-        "cpu",
-        "--data",
-        tiny_data,
-        "--out",
-        "a",
-    ]
-    made = nanosprint(*words, "train.num_steps=2")
-    assert made.returncode == 0, made.stderr
-    assert "no-rotary" in made.stdout
-    again = nanosprint("ablate", "--resume", "a")
-    assert again.returncode == 0
-    assert "0 of 4 runs to do" in again.stdout
+def test_the_command(in_process, tmp_path, tiny_data, capsys):
+    options = ["--runs", "2", "--device", "cpu", "--data", str(tiny_data), "--out", str(tmp_path / "a")]
+    command = ["ablate", "tiny", "--grid", "train.lanes=2,4", *options, "train.num_steps=2"]
+    assert cli.cli.main(command, standalone_mode=False) == 0
+    assert in_process == ["tiny-1337", "train.lanes=2-1337", "tiny-1338", "train.lanes=2-1338"]  # 4 are its own
+    assert cli.cli.main(["ablate", "--resume", str(tmp_path / "a")], standalone_mode=False) == 0
+    assert "0 of 4 runs to do" in capsys.readouterr().out
     assert json.loads((tmp_path / "a/report.json").read_text())["baseline"] == "tiny"
-    listed = nanosprint("ablate", "--list", "tiny").stdout
-    assert {line.split()[0] for line in listed.splitlines()} == set(one_out(load_recipe("tiny"))[0])
-    both = nanosprint("ablate", "tiny", "--ladder", "--grid", "train.lanes=1", "--runs", "2")
-    assert "choose one of --one-out" in both.stderr
-    assert both.returncode == 2
+    (tmp_path / "a/tiny-1338/record.json").write_text("{}")
+    with pytest.raises(ValueError, match="schema=None is not a schema number"):
+        cli.cli.main(["ablate", "--resume", str(tmp_path / "a")], standalone_mode=False)
+    cli.cli.main(["ablate", "--list", "tiny"], standalone_mode=False)
+    listed = capsys.readouterr().out.splitlines()[-len(one_out(load_recipe("tiny"))[0]) :]
+    assert {line.split()[0] for line in listed} == set(one_out(load_recipe("tiny"))[0])
+    with pytest.raises(click.UsageError, match=r"choose one of --one-out"):
+        cli.cli.main(["ablate", "tiny", "--ladder", "--grid", "train.lanes=1", "--runs", "2"], standalone_mode=False)
