@@ -19,13 +19,15 @@ Idea: torch's NCCL watchdog and the heartbeats of elastic agents, made one for a
 import contextlib
 import json
 import os
+import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -97,8 +99,11 @@ class Watch:
                 self._beat(left=True)
 
     def explained(self, error: BaseException) -> BaseException:
-        """The error itself, or for one that only says that another process is gone, one that says why or which."""
-        if not is_of_communication(error):
+        """The error itself, or for one that only says that another process is gone, one that says why or which.
+
+        Back ends say it in many words (gloo alone in five), so that of RuntimeErrors the state of the others decides.
+        """
+        if type(error) is not RuntimeError and not isinstance(error, dist.DistError):
             return error
         deadline = time.monotonic() + (_MISSED + 1) * self.interval_s
         self._read_beats(range(self.size))
@@ -112,11 +117,7 @@ class Watch:
             time.sleep(self.interval_s / 4)
         if silent := self._silent(_MISSED * self.interval_s):
             return LostProcess(self._describe(silent))
-        steps = ", ".join(f"process {rank}: {beat.step}" for rank, beat in self._beats(range(self.size)).items())
-        return LostProcess(
-            f"processes could not reach each other within exec.timeout_s={self.timeout_s:g} ({_first_line(error)}); "
-            f"all show signs of life; steps done: {steps or 'unknown, the store is gone'}"
-        )
+        return error
 
     def claim(self, error: BaseException) -> Cause | None:
         """Write down that `error` ends the run; the cause that another process wrote before, or None."""
@@ -161,6 +162,7 @@ class Watch:
         first = self._claim(cause)
         if first is None:
             tell(cause.message)
+            self._end_siblings(silent)
         return first or cause
 
     def _follow(self, cause: Cause) -> None:
@@ -173,13 +175,22 @@ class Watch:
             tell(cause.message)
         self._end(cause.code)
 
+    def _end_siblings(self, silent: list[int]) -> None:
+        """Kill those that our launcher started on this machine: a stopped one would keep its GPU, and the launcher."""
+        mine = Path(f"/proc/{os.getpid()}/stat")
+        for rank, beat in self._beats(silent).items():
+            stat = Path(f"/proc/{beat.pid}/stat")
+            if beat.host == socket.gethostname() and _parent(stat) == _parent(mine) is not None:
+                print(f"process {rank} (pid {beat.pid}) is ended", file=sys.stderr, flush=True)
+                os.kill(beat.pid, signal.SIGKILL)
+
     def _beat(self, *, left: bool = False) -> None:
         with self._lock:
             self._count += 1
             beat = Beat(self._count, self.step(), socket.gethostname(), os.getpid(), left)
             self.store.set(f"beat/{self.rank}", json.dumps(asdict(beat)))
 
-    def _beats(self, ranks: "range | tuple[int, ...]") -> dict[int, Beat]:
+    def _beats(self, ranks: Iterable[int]) -> dict[int, Beat]:
         """The last of each; none of those that have not come this far. Empty without a store."""
         found = {}
         with self._lock, contextlib.suppress(RuntimeError):
@@ -188,7 +199,7 @@ class Watch:
                     found[rank] = Beat(**json.loads(self.store.get(f"beat/{rank}")))
         return found
 
-    def _read_beats(self, ranks: "range | tuple[int, ...]") -> None:
+    def _read_beats(self, ranks: Iterable[int]) -> None:
         now = time.monotonic()
         for rank, beat in self._beats(ranks).items():
             if beat.left:
@@ -239,11 +250,12 @@ def may_tell(error: BaseException) -> int | None:
     return None
 
 
-def is_of_communication(error: BaseException) -> bool:
-    """Whether it tells that a message did not arrive, which is never the first cause."""
-    if isinstance(error, dist.DistError):
-        return True
-    return type(error) is RuntimeError and any(name in str(error) for name in ("gloo", "NCCL", "ProcessGroup"))
+def _parent(stat: Path) -> str | None:
+    """The parent's id in a process's line of /proc; None where there is no such process, or no /proc."""
+    try:
+        return stat.read_text().rpartition(")")[2].split()[1]
+    except (OSError, IndexError):
+        return None
 
 
 def _first_line(error: BaseException) -> str:
