@@ -40,10 +40,10 @@ def talk() -> None:
     logger.setLevel(logging.INFO)
 
 
-def guarded(work: Callable[[], Any], told: Callable[[], None] = lambda: None) -> int:
+def guarded(work: Callable[[], Any]) -> int:
     """Run `work` and return an exit code; what a user can understand is printed as one line, without a traceback.
 
-    Of several processes only one prints, and calls `told` before.
+    Of several processes only one prints.
     """
     try:
         result = work()
@@ -57,7 +57,6 @@ def guarded(work: Callable[[], Any], told: Callable[[], None] = lambda: None) ->
         silent = _silent(error)
         if silent is not None:
             return silent
-        told()
         if isinstance(error, click.ClickException):
             error.show()
             return error.exit_code

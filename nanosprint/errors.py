@@ -4,8 +4,11 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Callable
 
 EXIT_FAILED, EXIT_USAGE, EXIT_DIVERGED = 1, 2, 3
+
+listeners: list[Callable[[], None]] = []  # who wants to know that an error is told, such as the launcher
 
 
 class UserError(ValueError):
@@ -50,7 +53,9 @@ def exit_code(error: BaseException) -> int | None:
 
 
 def tell(message: object) -> None:
-    """One line on stderr; which process says it, unless it is the main one."""
+    """One line on stderr; which process says it, unless it is the main one. `listeners` are called before."""
+    for listener in listeners:
+        listener()
     rank = os.environ.get("RANK", "0")
     where = "" if rank == "0" else f"process {rank} on {socket.gethostname()}: "
     print(f"error: {where}{message}", file=sys.stderr, flush=True)

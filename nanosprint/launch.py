@@ -10,7 +10,7 @@ from typing import Any
 
 from nanosprint.cli import DEBUG
 from nanosprint.config.edit import from_dict, to_dict
-from nanosprint.errors import EXIT_FAILED, UserError, tell
+from nanosprint.errors import EXIT_FAILED, UserError, listeners, tell
 from nanosprint.results.runs import RunDir
 from nanosprint.training.request import RunRequest
 
@@ -64,6 +64,7 @@ def _worker(request: dict[str, Any], path: str, resume: bool, started: float, to
     from nanosprint.cli import guarded, talk
     from nanosprint.training.api import carry_out
 
+    listeners.append(told.set)
     main = os.environ["RANK"] == "0"
     if main:
         talk()
@@ -73,8 +74,9 @@ def _worker(request: dict[str, Any], path: str, resume: bool, started: float, to
         carry_out(from_dict(RunRequest, request), run_dir, resume=resume, console=main, started=started)
 
     try:
-        code = guarded(work, told.set)
+        code = guarded(work)
     except Exception:  # a fault of ours: the launcher would keep it to itself
+        told.set()
         traceback.print_exc()
         code = EXIT_FAILED
     if code:
