@@ -12,6 +12,7 @@ sharding Rajbhandari et al. 2020, arXiv:1910.02054.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from nanosprint.optim.parts import BankPart, Part
 
@@ -47,7 +48,7 @@ def _of_part(part: Part, size: int) -> Traffic:
         raise ValueError(f"what {part.group.role} sends depends on the data: its gradients are sparse look-ups")
     bank, every = part.bank, part.group.every
     share = bank.grad.nbytes * (size - 1) / size / every
-    common = {"role": part.group.role, "numbers": bank.grad.numel()}
+    common: dict[str, Any] = {"role": part.group.role, "numbers": bank.grad.numel()}
     if size == 1:
         return Traffic(**common, messages=0)
     if bank.shards == 1:
