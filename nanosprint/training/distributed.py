@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nanosprint.errors import UserError
 
-# What the program sets for NCCL, unless the user has. NVLink multicast has crashed drivers of shared hosts. "3" ends a
+# What the program sets for NCCL, unless the user has. NVLink multicast stays off: not every host allows it. "3" ends a
 # process whose collective failed or timed out, without waiting for the others.
 NCCL_ENVIRONMENT = {"NCCL_NVLS_ENABLE": "0", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3"}
 

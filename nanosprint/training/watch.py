@@ -180,7 +180,8 @@ class Watch:
         mine = Path(f"/proc/{os.getpid()}/stat")
         for rank, beat in self._beats(silent).items():
             stat = Path(f"/proc/{beat.pid}/stat")
-            if beat.host == socket.gethostname() and _parent(stat) == _parent(mine) is not None:
+            near = beat.host == socket.gethostname() and beat.pid != os.getpid()
+            if near and _parent(stat) == _parent(mine) is not None:
                 print(f"process {rank} (pid {beat.pid}) is ended", file=sys.stderr, flush=True)
                 os.kill(beat.pid, signal.SIGKILL)
 
