@@ -3,7 +3,6 @@
 import json
 import logging
 import os
-import signal
 import sys
 import time
 import traceback
@@ -15,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from nanosprint.errors import EXIT_FAILED, exit_code, tell
+
 if TYPE_CHECKING:
     from nanosprint.config.recipe import Execution, Recipe
     from nanosprint.results.record import RunRecord
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
     from nanosprint.training.request import RunRequest
 
 STARTED = time.time()
-EXIT_FAILED, EXIT_USAGE, EXIT_DIVERGED = 1, 2, 3
-PATIENCE_S = 10.0  # a mistake usually stops every process: the main one tells it, and the others are ended meanwhile
 DEBUG = "NANOSPRINT_DEBUG"  # in the environment, so that the processes of --gpus see it, too
 
 
@@ -31,7 +30,7 @@ def main() -> None:
     """Entry point of `nanosprint` and of `python -m nanosprint`."""
     if _is_main():
         talk()
-    sys.exit(guarded(lambda: cli.main(standalone_mode=False), 0.0 if _is_main() else PATIENCE_S))
+    sys.exit(guarded(lambda: cli.main(standalone_mode=False)))
 
 
 def talk() -> None:
@@ -41,41 +40,43 @@ def talk() -> None:
     logger.setLevel(logging.INFO)
 
 
-def guarded(work: Callable[[], Any], patience_s: float = 0.0) -> int:
+def guarded(work: Callable[[], Any]) -> int:
     """Run `work` and return an exit code; what a user can understand is printed as one line, without a traceback.
 
-    `patience_s`: seconds to wait before telling, for a process that is ended meanwhile if another told it.
+    Of several processes only one prints.
     """
-    from nanosprint.errors import DivergedError, Interrupted
-
     try:
         result = work()
         return result if isinstance(result, int) else 0
-    except click.ClickException as error:
-        error.show()
-        return error.exit_code
-    except Interrupted as error:
-        return _fail(error, 128 + error.signum)
-    except (KeyboardInterrupt, click.Abort) as error:
-        return _fail(error, 128 + signal.SIGINT, "stopped")
-    except DivergedError as error:
-        time.sleep(patience_s)
-        return _fail(error, EXIT_DIVERGED)
-    except ValueError as error:
-        time.sleep(patience_s)
-        return _fail(error, EXIT_USAGE)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader left: nobody is to be told
         return EXIT_FAILED
-    except OSError as error:
-        return _fail(error, EXIT_FAILED)
+    except SystemExit:
+        raise
+    except BaseException as error:
+        silent = _silent(error)
+        if silent is not None:
+            return silent
+        if isinstance(error, click.ClickException):
+            error.show()
+            return error.exit_code
+        said = KeyboardInterrupt("stopped") if isinstance(error, KeyboardInterrupt | click.Abort) else error
+        code = exit_code(said)
+        if code is None:
+            raise
+        if DEBUG in os.environ:
+            traceback.print_exception(error)
+        tell(said)
+        return code
 
 
-def _fail(error: BaseException, code: int, message: str | None = None) -> int:
-    if DEBUG in os.environ:
-        traceback.print_exception(error)
-    print(f"error: {message or error}", file=sys.stderr, flush=True)
-    return code
+def _silent(error: BaseException) -> int | None:
+    """The code to end with where another process tells of it; None where this one does."""
+    if not _is_launched():
+        return None
+    from nanosprint.training.watch import may_tell
+
+    return may_tell(error)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})

@@ -2,14 +2,15 @@
 
 import logging
 import os
+import signal
 import sys
-import time
 import traceback
+from multiprocessing import get_context
 from typing import Any
 
-from nanosprint.cli import DEBUG, EXIT_FAILED, PATIENCE_S
+from nanosprint.cli import DEBUG
 from nanosprint.config.edit import from_dict, to_dict
-from nanosprint.errors import UserError
+from nanosprint.errors import EXIT_FAILED, UserError, listeners, tell
 from nanosprint.results.runs import RunDir
 from nanosprint.training.request import RunRequest
 
@@ -30,7 +31,8 @@ def launch(request: RunRequest, run_dir: RunDir, *, resume: bool, started: float
         if processes > count:
             raise UserError(f"--gpus {processes}: this machine has {count}; lower it, or train with --device cpu")
     if DEBUG not in os.environ:
-        logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # it repeats what the process said
+        for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):  # they repeat what the process said
+            logging.getLogger(name).setLevel(logging.CRITICAL)
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -42,21 +44,27 @@ def launch(request: RunRequest, run_dir: RunDir, *, resume: bool, started: float
         monitor_interval=0.2,
         start_method="spawn",
     )
+    told = get_context("spawn").Event()
     try:
-        elastic_launch(config, _worker)(to_dict(request), str(run_dir.path), resume, started)
+        elastic_launch(config, _worker)(to_dict(request), str(run_dir.path), resume, started, told)
     except ChildFailedError as error:
-        _, failure = error.get_first_failure()
-        return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+        rank, failure = error.get_first_failure()
+        code = failure.exitcode
+        if not told.is_set():  # killed before the others knew it, and they were ended with it
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+            tell(f"process {rank} {how} and left no word")
+        return code if code > 0 else 128 - code
     except SignalException as error:  # passed on to the processes, which have said what they did about it
         return 128 + int(error.sigval)
     return 0
 
 
-def _worker(request: dict[str, Any], path: str, resume: bool, started: float) -> None:
-    """One process. Only the main one is given the run directory; it tells the others."""
+def _worker(request: dict[str, Any], path: str, resume: bool, started: float, told: Any) -> None:
+    """One process. Only the main one is given the run directory. told: set by the one that tells an error."""
     from nanosprint.cli import guarded, talk
     from nanosprint.training.api import carry_out
 
+    listeners.append(told.set)
     main = os.environ["RANK"] == "0"
     if main:
         talk()
@@ -65,12 +73,10 @@ def _worker(request: dict[str, Any], path: str, resume: bool, started: float) ->
         run_dir = RunDir(path) if main else None
         carry_out(from_dict(RunRequest, request), run_dir, resume=resume, console=main, started=started)
 
-    # A mistake usually stops every process. The main one tells it at once and the launcher then ends the others, which
-    # wait their turn; one that failed alone gets to speak.
     try:
-        code = guarded(work, patience_s=0.0 if main else PATIENCE_S)
+        code = guarded(work)
     except Exception:  # a fault of ours: the launcher would keep it to itself
-        time.sleep(0.0 if main else PATIENCE_S)
+        told.set()
         traceback.print_exc()
         code = EXIT_FAILED
     if code:

@@ -519,6 +519,7 @@ class Execution:
     threads: int = 0  # CPU threads per process; 0 leaves torch's choice
     allocator: Literal["auto", "default", "expandable"] = "auto"
     activation_budget: float | Literal["auto"] = "auto"  # share kept for the backward pass; the rest is computed again
+    timeout_s: float = 600.0  # how long processes wait for one another before they call one lost
     memory_gb: float | None = None  # 10^9 bytes of GPU memory a process may take: to try what a smaller card can do
 
 

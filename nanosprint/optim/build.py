@@ -36,12 +36,14 @@ def build_parts(
     groups: tuple[ParamGroup, ...],
     precision: Precision,
     alone: Collection[str] = (),
+    size: int | None = None,
 ) -> list[Part]:
     """The parts of a run, in the order of the groups; parameters become views of banks.
 
     A bank holds the parameters of a group that count in units of one shape: for Muon the matrices of their blocks, for
     SOAP whole parameters, for Adam all of them, one number after the other, or row by row where rows are sent. Those
-    named in `alone` get their own. Raises ValueError for a role without a group.
+    named in `alone` get their own. size: the number of processes, by default as many as there are. Raises ValueError
+    for a role without a group.
     """
     members: dict[tuple[ParamGroup, tuple[int, ...], str | None], dict[str, Tensor]] = {}
     for name, parameter in parameters.items():
@@ -49,7 +51,8 @@ def build_parts(
         single = name in alone or isinstance(group.rule, RowAdagradConfig)
         key = (group, _unit(group, parameter, roles[name].blocks), name if single else None)
         members.setdefault(key, {})[name] = parameter
-    parts = [_part(group, unit, held, precision) for (group, unit, _), held in members.items()]
+    size = place()[1] if size is None else size
+    parts = [_part(group, unit, held, precision, size) for (group, unit, _), held in members.items()]
     return sorted(parts, key=lambda part: groups.index(part.group))
 
 
@@ -62,11 +65,10 @@ def _unit(group: ParamGroup, parameter: Tensor, blocks: int) -> tuple[int, ...]:
     return tuple(parameter.shape[1:]) if group.comm == "shard_sparse" else ()
 
 
-def _part(group: ParamGroup, unit: tuple[int, ...], held: dict[str, Tensor], precision: Precision) -> Part:
+def _part(group: ParamGroup, unit: tuple[int, ...], held: dict[str, Tensor], precision: Precision, size: int) -> Part:
     if isinstance(group.rule, RowAdagradConfig):
         ((name, table),) = held.items()
         return TablePart(group, name, table, _optimizer(group, [table], precision))
-    size = place()[1]
     small = sum(p.numel() for p in held.values()) < REPLICATE_BELOW
     bank = Bank(held, unit, _storage(group, held), shards=1 if small or group.comm == "replicate" else size)
     own, grad = (bank.owned(flat, shard_index(bank)) for flat in (bank.data, bank.grad))

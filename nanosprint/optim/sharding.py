@@ -26,8 +26,8 @@ from nanosprint.optim.bank import Bank
 SPARSE_BELOW = 0.5  # of the rows in a dense message, sent or received by any process: above, sending all is as fast
 
 # torch 2.13 renamed both; the old names warn there and are the only ones before.
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def place() -> tuple[int, int]:
@@ -45,7 +45,7 @@ def reduce_bank(bank: Bank) -> Any:
         return None
     if bank.shards == 1:
         return dist.all_reduce(bank.grad, async_op=True)
-    return _reduce_scatter(bank.shard(bank.grad, rank), bank.grad, async_op=True)
+    return reduce_scatter(bank.shard(bank.grad, rank), bank.grad, async_op=True)
 
 
 def reduce_rows(bank: Bank) -> Any:
@@ -110,7 +110,7 @@ def gather_bank(bank: Bank) -> Any:
     """Launch the exchange of updated shards, in place; returns a handle with `wait`, or None where all have all."""
     if bank.shards == 1:
         return None
-    return _all_gather(bank.data, bank.shard(bank.data, place()[0]), async_op=True)
+    return all_gather(bank.data, bank.shard(bank.data, place()[0]), async_op=True)
 
 
 def gather_units(bank: Bank, own: Tensor | None, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -125,7 +125,7 @@ def gather_units(bank: Bank, own: Tensor | None, shape: Sequence[int], dtype: to
     if own is not None:
         mine[: len(own)] = own
     whole = torch.empty(bank.per_shard * bank.shards, *shape, dtype=dtype, device=bank.data.device)
-    _all_gather(_bytes(whole), _bytes(mine))  # as bytes, since back ends do not know every dtype
+    all_gather(_bytes(whole), _bytes(mine))  # as bytes, since back ends do not know every dtype
     return whole[: bank.count]
 
 

@@ -33,7 +33,9 @@ from nanosprint.training.log import RunLog
 from nanosprint.training.loop import Loop
 from nanosprint.training.peak import Peak, peak
 from nanosprint.training.request import RunRequest, save_request, start_run, timestamp
+from nanosprint.training.selfcheck import check_data, check_processes
 from nanosprint.training.setup import Data, Prepared, find_data, out_of_memory, prepare
+from nanosprint.training.watch import Watch, open_watch
 
 
 def train(
@@ -84,10 +86,11 @@ def carry_out(
     `started` is the time.time() of the command, for the start-up time.
     """
     started = time.time() if started is None else started
-    world = distributed.start(request.execution.device)
-    request, path = from_first((request, run_dir and str(run_dir.path)))
-    with _taken(run_dir):
-        session = _Session(request, RunDir(Path(path)), world, resume, console, started)
+    world = distributed.start(request.execution.device, request.execution.timeout_s)
+    with open_watch(world.rank, world.size, request.execution.timeout_s) as watch, _taken(run_dir):
+        check_processes(request, world)
+        request, path = from_first((request, run_dir and str(run_dir.path)))
+        session = _Session(request, RunDir(Path(path)), world, watch, resume, console, started)
         record: RunRecord = from_first(session.run())
     # After an error the group is left standing: closing it would wake the others with errors of their own, and the
     # first to speak would not be the one that knows.
@@ -121,9 +124,17 @@ class _Session:
     """One process's part in one run, from its parts to its record."""
 
     def __init__(
-        self, request: RunRequest, run_dir: RunDir, world: World, resume: bool, console: bool, started: float
+        self,
+        request: RunRequest,
+        run_dir: RunDir,
+        world: World,
+        watch: Watch | None,
+        resume: bool,
+        console: bool,
+        started: float,
     ) -> None:
         self.request, self.run_dir, self.world, self.started = request, run_dir, world, started
+        self.watch = watch
         self.resume = resume
         self.prepared: Prepared | None = None
         self.began_before = run_dir.metrics_path.exists()
@@ -148,12 +159,13 @@ class _Session:
         with self.log:
             try:
                 data = find_data(self.request)
+                check_data(data, self.world)
                 saved = self._saved()
                 prepared = self.prepared = prepare(self.request, self.world, data, warm)
                 if self.world.is_main:
                     save_tokenizer(data.tokenizer, self.run_dir.path)  # for sampling where the data is not
             except Exception as error:
-                told = out_of_memory(self.request, error) if isinstance(error, torch.OutOfMemoryError) else error
+                told = self._explained(error)
                 self.log.event("failed", show=False, message=str(told) or type(told).__name__)
                 raise told from error
             self._settle(prepared)
@@ -184,6 +196,10 @@ class _Session:
         clock = Clock(prepared.synchronize, hooks=[meter, self.graphs])
         ceiling = peak(self.world.device, str(self.request.execution.compute))
         loop = Loop(prepared, self.run_dir, self.log, clock, ceiling, meter)
+        if self.watch is not None:
+            self.watch.step = lambda: prepared.state.step
+            if self.world.is_main:
+                self.watch.on_cause = lambda message: self.log.event("failed", show=False, message=message)
         if saved is not None:
             loop.resume_from(saved)
         if self.resume and self.began_before:  # a request that was only written is begun by resuming it, too
@@ -199,13 +215,20 @@ class _Session:
         try:
             loop()
         except BaseException as error:
+            told = self._explained(error)
             # What ended the run is told, whatever else goes wrong now (a full disk, say).
             with contextlib.suppress(OSError, ValueError):
-                self._end(loop, startup_ms, error)
-            if isinstance(error, torch.OutOfMemoryError):
-                raise out_of_memory(self.request, error) from error
+                self._end(loop, startup_ms, told)
+            if told is not error:
+                raise told from error
             raise
         return self._end(loop, startup_ms)
+
+    def _explained(self, error: BaseException) -> BaseException:
+        """What to tell of an error: the setting to lower, or which process was lost."""
+        if isinstance(error, torch.OutOfMemoryError):
+            return out_of_memory(self.request, error)
+        return error if self.watch is None else self.watch.explained(error)
 
     def _end(self, loop: Loop, startup_ms: float, error: BaseException | None = None) -> RunRecord | None:
         """Close everything; the main process writes the record, unless the run was interrupted and will be resumed."""

@@ -14,7 +14,9 @@ from torch import Tensor
 
 from nanosprint.errors import UserError
 
-TIMEOUT = timedelta(minutes=10)
+# What the program sets for NCCL, unless the user has. NVLink multicast stays off: not every host allows it. "3" ends a
+# process whose collective failed or timed out, without waiting for the others.
+NCCL_ENVIRONMENT = {"NCCL_NVLS_ENABLE": "0", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3"}
 
 
 @dataclass(frozen=True)
@@ -58,15 +60,27 @@ def pick_device(name: str) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def start(device_name: str) -> World:
-    """Join the other processes, if there are any. Call `stop` at the end."""
+def start(device_name: str, timeout_s: float) -> World:
+    """Join the other processes, if there are any. Call `stop` at the end.
+
+    timeout_s: how long to wait for them, now and in every collective. Raises TimeoutError where they do not come.
+    """
     device = pick_device(device_name)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if launched_rank() is None:
         return World(0, 1, device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=TIMEOUT)
+    for name, value in NCCL_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    try:
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    except dist.DistError as error:
+        raise TimeoutError(
+            f"the {os.environ['WORLD_SIZE']} processes did not come together within exec.timeout_s={timeout_s:g} at "
+            f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}: is one missing, or the network "
+            f"interface another (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME)? ({str(error).splitlines()[0]})"
+        ) from error
     local_rank, local_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     return World(dist.get_rank(), dist.get_world_size(), device, local_rank, local_size)
 

@@ -47,6 +47,8 @@ class RunRequest:
             raise ValueError(f"--max-steps {self.max_steps} must be at least 1")
         if self.execution.threads < 0:
             raise ValueError(f"exec.threads={self.execution.threads} must not be negative; 0 leaves torch's choice")
+        if not 1 <= self.execution.timeout_s < float("inf"):
+            raise ValueError(f"exec.timeout_s={self.execution.timeout_s:g} must be a number of seconds, 1 at least")
         if self.execution.gpus < 1:
             raise ValueError(f"--gpus {self.execution.gpus} must be at least 1")
 

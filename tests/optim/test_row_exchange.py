@@ -62,7 +62,7 @@ class Spy:
     """Counts what is sent by either kind of message, in numbers."""
 
     def __init__(self):
-        self.sent, self._messages = {"rows": 0, "all": 0}, (dist.all_to_all_single, sharding._reduce_scatter)
+        self.sent, self._messages = {"rows": 0, "all": 0}, (dist.all_to_all_single, sharding.reduce_scatter)
 
     def __enter__(self):
         def to_each(out, of, *args, **options):
@@ -73,11 +73,11 @@ class Spy:
             self.sent["all"] += of.numel()
             return self._messages[1](out, of, **options)
 
-        dist.all_to_all_single, sharding._reduce_scatter = to_each, scatter
+        dist.all_to_all_single, sharding.reduce_scatter = to_each, scatter
         return self.sent
 
     def __exit__(self, *_):
-        dist.all_to_all_single, sharding._reduce_scatter = self._messages
+        dist.all_to_all_single, sharding.reduce_scatter = self._messages
 
 
 def exchanges(rank, processes, backend="gloo"):
