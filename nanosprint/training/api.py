@@ -111,9 +111,9 @@ def carry_out_in_turn(
         raise ValueError("several runs in one process are for one process: start each under torchrun by itself")
     warm: Prepared | None = None
     for request, run_dir in zip(requests, run_dirs, strict=True):
-        world = distributed.start(request.execution.device)
+        world = distributed.start(request.execution.device, request.execution.timeout_s)
         with _taken(run_dir):
-            session = _Session(request, run_dir, world, False, console, time.time())
+            session = _Session(request, run_dir, world, None, False, console, time.time())
             record = session.run(warm)
             warm = session.prepared
         assert record is not None, "this is the main process"
