@@ -208,6 +208,28 @@ def plot(runs: tuple[Path, ...], out: Path | None, x: Any) -> None:
     click.echo(f"loss curve: {out}")
 
 
+@cli.command()
+@click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("--target", type=float, default=3.28, show_default=True, help="Validation loss to be below.")
+@click.option("--alpha", type=float, default=0.01, show_default=True, help="The p-value has to be less.")
+@click.option("--json", "as_json", is_flag=True, help="Print the verdict as JSON.")
+def verify(runs: tuple[Path, ...], target: float, alpha: float, as_json: bool) -> int:
+    """Judge the claim that RUNS, a whole series, reach the target. Exit code 1 where a rule of the benchmark is broken.
+
+    RUNS are run directories or folders of them. Everything is computed again from their metrics.
+    """
+    from nanosprint.results.jsonfile import dump
+    from nanosprint.results.verify import show
+    from nanosprint.results.verify import verify as judge
+
+    verdict = judge(runs, target, alpha)
+    if as_json:
+        click.echo(dump(verdict, "verdict"), nl=False)
+    else:
+        show(verdict)
+    return 0 if verdict.accepted else EXIT_FAILED
+
+
 def _carry_out(request: "RunRequest", run_dir: "RunDir | None", *, resume: bool) -> None:
     """Train in this process, or in several; the main one says how it ended."""
     if request.execution.allocator in ("auto", "expandable"):

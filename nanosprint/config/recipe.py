@@ -205,6 +205,13 @@ class Recipe:
         return sum(self.plan(step).batch_tokens for step in range(self.train.num_steps))
 
     @property
+    def validation_steps(self) -> list[int]:
+        """How many steps are done each time the run validates."""
+        every, num_steps = self.eval.every, self.train.num_steps
+        between = range(every, num_steps, every) if every else ()
+        return [*([0] if self.eval.at_start else []), *between, num_steps]
+
+    @property
     def hash(self) -> str:
         """Twelve hexadecimal digits that identify the mathematics; the name and the source do not count."""
         as_read_back = from_dict(Recipe, to_dict(self))  # where a float was given as 1, it is 1.0 now

@@ -1,9 +1,11 @@
 """The outcome of a run, as one frozen value: `record.json`.
 
 A record is evidence: it names the mathematics (recipe and hash), how they were carried out, on what, from which data
-and at what cost, and it carries the checksum of the metrics that its numbers come from.
+and at what cost, and it carries the checksum of the metrics that its numbers come from. The metrics end with the same
+outcome, so that neither file can be changed without the other.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -15,6 +17,7 @@ from nanosprint.results.runs import RunDir, Series
 
 SCHEMA = 1
 Status = Literal["finished", "stopped", "failed", "diverged"]
+OUTCOME = "record"  # the event that ends a log
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +85,7 @@ class RunRecord:
     metrics_sha256: str
     series: Series | None
     created: str  # ISO 8601 with the offset from UTC
+    clock_graphs: int | None = None  # compiled while the clock ran; None: by a version that did not count them
     schema: int = SCHEMA
 
     def __post_init__(self) -> None:
@@ -130,6 +134,11 @@ def check_metrics(run_dir: RunDir | str | Path) -> bool:
     """Whether the metrics of a run are those its record was made from. Raises ValueError where either is missing."""
     run = _as_run_dir(run_dir)
     return RunRecord.load(run).metrics_sha256 == metrics_sha256(run.metrics_path)
+
+
+def outcome_of(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A record, as a dict, without the checksum: what the last line of the metrics says, which the checksum covers."""
+    return {key: value for key, value in record.items() if key != "metrics_sha256"}
 
 
 def _as_run_dir(run_dir: RunDir | str | Path) -> RunDir:

@@ -7,6 +7,7 @@ whatever ends a run in between leaves an event in its metrics and a checkpoint t
 import contextlib
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from nanosprint.data.tokenizers import save_tokenizer
 from nanosprint.errors import DivergedError, Interrupted, UserError
 from nanosprint.optim.sharding import from_first
 from nanosprint.results.metrics import metrics_sha256
-from nanosprint.results.record import DataRecord, Mfu, RunRecord, ShardFile, Status
+from nanosprint.results.record import OUTCOME, DataRecord, Mfu, RunRecord, ShardFile, Status, outcome_of
 from nanosprint.results.runs import RunDir
 from nanosprint.training import checkpoint, distributed
 from nanosprint.training.clock import Clock
@@ -27,6 +28,7 @@ from nanosprint.training.console import Display, open_display
 from nanosprint.training.distributed import World
 from nanosprint.training.energy import CountedElsewhere, EnergyMeter, open_meter
 from nanosprint.training.environment import environment
+from nanosprint.training.graphs import GraphCounter
 from nanosprint.training.log import RunLog
 from nanosprint.training.loop import Loop
 from nanosprint.training.peak import Peak, peak
@@ -102,6 +104,7 @@ class _Session:
         self.request, self.run_dir, self.world, self.started = request, run_dir, world, started
         self.resume = resume
         self.began_before = run_dir.metrics_path.exists()
+        self.graphs = GraphCounter()
         self.environment = environment()
         display: Display | None = None
         if console and world.is_main:
@@ -155,7 +158,7 @@ class _Session:
 
     def _train(self, prepared: Prepared, saved: dict[str, Any] | None) -> RunRecord | None:
         meter = self._meter()
-        clock = Clock(prepared.synchronize, hooks=[meter])
+        clock = Clock(prepared.synchronize, hooks=[meter, self.graphs])
         ceiling = peak(self.world.device, str(self.request.execution.compute))
         loop = Loop(prepared, self.run_dir, self.log, clock, ceiling, meter)
         if saved is not None:
@@ -190,10 +193,13 @@ class _Session:
         if error is not None:
             told = str(error) or type(error).__name__
             self.log.event(status, show=False, step=loop.run.state.step, message=told)
-        self.log.close()
         if not self.world.is_main or isinstance(error, Interrupted | KeyboardInterrupt):
+            self.log.close()
             return None
         record = self._record(loop, status, startup_ms)
+        self.log.event(OUTCOME, show=False, step=record.steps, record=outcome_of(to_dict(record)))
+        self.log.close()
+        record = replace(record, metrics_sha256=metrics_sha256(self.run_dir.metrics_path))
         record.save(self.run_dir)
         return record
 
@@ -226,9 +232,10 @@ class _Session:
             energy_j=loop.outcome.energy_j,
             energy_reason=loop.outcome.energy_reason,
             wait_fraction=1000 * loop.outcome.wait_s / train_ms if train_ms else None,
-            metrics_sha256=metrics_sha256(self.run_dir.metrics_path),
+            metrics_sha256="",  # once the log is closed
             series=request.series,
             created=request.created,
+            clock_graphs=self.graphs.count,
         )
 
     def _described(self) -> str:

@@ -64,7 +64,7 @@ def turn_of(recipe: Recipe) -> int:
 
 def validation_visits(recipe: Recipe, execution: Execution) -> list[StepPlan]:
     """The first validation with each graph."""
-    plans = (recipe.eval_plan(step) for step in validation_steps(recipe))
+    plans = (recipe.eval_plan(step) for step in recipe.validation_steps)
     return first_of_each(plans, lambda plan: graph_of(plan, execution))
 
 
@@ -90,13 +90,6 @@ def graph_of(plan: StepPlan, execution: Execution) -> Hashable:
 def validation_batch_tokens(recipe: Recipe, parts: int) -> int:
     """Tokens of a call in validation: less where micro-batches have to be split, but one row at least."""
     return max(recipe.eval.seq_len, recipe.eval.batch_tokens // parts)
-
-
-def validation_steps(recipe: Recipe) -> list[int]:
-    """How many steps are done each time the run validates."""
-    every, num_steps = recipe.eval.every, recipe.train.num_steps
-    between = range(every, num_steps, every) if every else ()
-    return [*([0] if recipe.eval.at_start else []), *between, num_steps]
 
 
 def measure_step_ms(

@@ -12,7 +12,7 @@ from nanosprint.results.record import RunRecord
 from nanosprint.training import setup, warmup
 from nanosprint.training.api import train
 from nanosprint.training.setup import build_state
-from nanosprint.training.warmup import first_of_each, graph_of, training_visits, validation_steps, validation_visits
+from nanosprint.training.warmup import first_of_each, graph_of, training_visits, validation_visits
 from tests.recipes.test_ladder import small
 from tests.training.test_batch import STAGED
 
@@ -56,7 +56,7 @@ def test_a_graph_for_every_stage_and_for_no_more():
     assert [plan.step for plan in training_visits(recipe, BAKED)] == [0, 6, 12, 18]
     assert [plan.step for plan in training_visits(recipe, AS_DATA)] == [0, 6, 12]
     every = replace(recipe, eval=replace(recipe.eval, every=5, at_start=True))
-    assert validation_steps(every) == [0, 5, 10, 15, 20]
+    assert every.validation_steps == [0, 5, 10, 15, 20]
     assert [plan.windows.long for plan in validation_visits(every, BAKED)] == [8, 16, 32, 64]
     assert [plan.step for plan in validation_visits(every, AS_DATA)] == [0]
 
