@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 
@@ -9,8 +10,9 @@ from nanosprint.config.recipe import Execution
 from nanosprint.recipes import load_recipe
 from nanosprint.results.metrics import metrics_sha256
 from nanosprint.results.runs import RunDir, Series
+from nanosprint.results.verify import verify
 from nanosprint.training.api import carry_out
-from nanosprint.training.request import RunRequest, start_run, timestamp
+from nanosprint.training.request import RunRequest, load_request, start_run, timestamp
 
 TARGET = 3.0  # half of what the tiny recipe starts from, so that a few steps beat it by far
 
@@ -99,6 +101,18 @@ def test_mistakes_are_usage_errors(words, message, nanosprint):
     assert result.returncode == 2
     assert message in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_a_run_that_was_stopped_and_resumed(trained, tiny_data, tmp_path):
+    """Its log repeats steps and has a validation more; what holds is what counts."""
+    series = shutil.copytree(trained, tmp_path / "series", ignore=shutil.ignore_patterns("run-2"))
+    request = replace(load_request(RunDir(trained / "run-2")), max_steps=7)
+    run = start_run(request, series / "run-2")
+    carry_out(request, run)
+    assert not verify([series], TARGET).accepted
+    carry_out(replace(request, max_steps=None), run, resume=True)
+    verdict = verify([series], TARGET)
+    assert verdict.accepted, verdict.rules
 
 
 def test_the_log_ends_with_the_record(trained):
