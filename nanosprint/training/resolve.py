@@ -1,6 +1,8 @@
 """Turns every "auto" of an `Execution` into the choice for this machine, once, at the start of a run."""
 
+import os
 import time
+from dataclasses import replace
 
 import torch
 
@@ -12,8 +14,10 @@ from nanosprint.optim.build import DTYPES
 from nanosprint.optim.sharding import from_first
 from nanosprint.training.distributed import World
 from nanosprint.training.microbatch import resolve_micro_batches
+from nanosprint.training.warmup import graphs_of
 
 _SHORT_ROW = 256  # tokens up to which a CPU is fastest with all scores at once
+_CORES_A_COMPILER = 4  # one for Python, the others for what Inductor compiles in processes of its own
 _BITS = {"bf16": 16, "fp32": 32, "fp64": 64}
 
 
@@ -29,7 +33,8 @@ def resolve(execution: Execution, recipe: Recipe, world: World) -> Execution:
         "activation_budget": _activation_budget(execution),
         "threads": torch.get_num_threads(),
     }
-    return resolve_micro_batches(apply_overrides(execution, choices), recipe, world)
+    execution = resolve_micro_batches(apply_overrides(execution, choices), recipe, world)
+    return replace(execution, compilers=_compilers(execution, recipe, world))
 
 
 def _compute(execution: Execution, recipe: Recipe, device: torch.device) -> str:
@@ -103,3 +108,16 @@ def _activation_budget(execution: Execution) -> float:
     if budget < 1 and execution.compile == "off":
         raise UserError(f"exec.activation_budget={budget:g} needs the compiler: leave exec.compile=off out")
     return budget
+
+
+def _compilers(execution: Execution, recipe: Recipe, world: World) -> int:
+    """How many processes compile ahead: where it is left to us, on a GPU, as the cores allow, and for several graphs."""
+    wanted, able = execution.compilers, execution.compile == "default" and world.size == 1
+    if wanted == "auto":
+        if not able or world.device.type != "cuda":
+            return 0
+        count = min(len(graphs_of(recipe, execution)), len(os.sched_getaffinity(0)) // _CORES_A_COMPILER)
+        return count if count > 1 else 0
+    if wanted < 0 or (wanted and not able):
+        raise UserError(f"exec.compilers={wanted} must not be negative, and 0 but for exec.compile=default and --gpus 1")
+    return wanted

@@ -29,11 +29,12 @@ from nanosprint.optim.build import DTYPES
 from nanosprint.optim.sharding import from_first
 from nanosprint.training.distributed import World
 from nanosprint.training.microbatch import lanes_of, resolved, smaller
+from nanosprint.training.precompile import compile_ahead
 from nanosprint.training.request import Budget, RunRequest
 from nanosprint.training.resolve import resolve
 from nanosprint.training.state import TrainState, build_engine
 from nanosprint.training.step import LossSum
-from nanosprint.training.warmup import measure_step_ms, warm_up
+from nanosprint.training.warmup import measure_step_ms, warm_up, warm_up_eagerly
 
 _log = logging.getLogger(__name__)
 _CALIBRATION_STEPS = 100  # at most, to find out how long a step takes
@@ -96,8 +97,16 @@ def prepare(request: RunRequest, world: World, data: Data) -> Prepared:
     cap_memory(request.execution, world.device)
     execution = resolve(request.execution, request.recipe, world)
     wanted, request = request.execution, replace(request, execution=execution)
-    state = build_state(request.recipe, execution, request.seed, world.device)
-    loss_sum = compiled(state.model, execution)
+    compilers = compile_ahead(request)
+    try:
+        state = build_state(request.recipe, execution, request.seed, world.device)
+        loss_sum = compiled(state.model, execution)
+        if compilers is not None:
+            warm_up_eagerly(state, request.recipe)
+            compilers.wait()
+    finally:
+        if compilers is not None:
+            compilers.stop()
     request = _warm_up_within_memory(request, state, loss_sum, world, wanted)
     if request.budget is not None:
         request = fit_to_budget(request, state, loss_sum, world, data)
@@ -140,8 +149,8 @@ def build_state(recipe: Recipe, execution: Execution, seed: int, device: torch.d
         head_loss=_head_loss(recipe, execution, device),
     )
     model.init_weights(seed)
-    model.extend(recipe.max_seq_len)
     model.to(device=device, dtype=wide)
+    model.extend(recipe.max_seq_len)  # there: a quarter of a million positions take seconds on a CPU
     engine = build_engine(model, recipe)
     _train_layers_in_fp8(model, recipe, execution)
     if execution.compute == "bf16" and linear_relu2.pays(device):
@@ -175,17 +184,24 @@ def _head_loss(recipe: Recipe, execution: Execution, device: torch.device) -> He
     return head_loss if execution.compute == "bf16" and uses_kernel(device) else None
 
 
-def compiled(model: GPT, execution: Execution) -> LossSum:
+def compiled(model: GPT, execution: Execution, backend: Callable[..., Any] | None = None) -> LossSum:
     """`model.loss_sum`, compiled as the execution says. One graph for each shape of its arguments.
 
     Windows and the longest document are arguments like others, unless the attention back end bakes them into graphs.
+    backend: of torch.compile, in place of Inductor.
     """
     if execution.compile == "off":
         return model.loss_sum
     torch._dynamo.config.recompile_limit = 64
+    # Without this a graph with an autograd.Function is in no cache, and its gradients are traced anew by each process.
+    # Both directions of a function are traced into the graph, and so into its key.
+    torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
+    # The gradients' half is compiled with the other and not at its first call: whoever runs neither compiles both.
+    torch._functorch.config.force_non_lazy_backward_lowering = True
     _keep_activations(execution)
     mode = None if execution.compile == "default" else execution.compile
-    graphs = torch.compile(model.loss_sum, dynamic=False, fullgraph=True, mode=mode)
+    options: dict[str, Any] = {"mode": mode} if backend is None else {"backend": backend}
+    graphs = torch.compile(model.loss_sum, dynamic=False, fullgraph=True, **options)
     convert = Context.with_ints if BACKENDS[execution.attention].bakes_limits else Context.with_data
     return lambda tokens, targets, context=NO_CONTEXT: graphs(tokens, targets, convert(context))
 
