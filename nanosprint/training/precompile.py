@@ -63,7 +63,7 @@ def compile_ahead(request: RunRequest) -> Compilers | None:
 
 
 def _start(request: RunRequest, share: int, count: int) -> tuple[subprocess.Popen[bytes], IO[bytes]]:
-    stderr = tempfile.TemporaryFile()
+    stderr = tempfile.TemporaryFile()  # noqa: SIM115  (`_end` reads it)
     threads = max(1, (os.cpu_count() or 1) // count)
     # the launcher's variables would make it a part of a group of processes
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}

@@ -111,7 +111,7 @@ def _activation_budget(execution: Execution) -> float:
 
 
 def _compilers(execution: Execution, recipe: Recipe, world: World) -> int:
-    """How many processes compile ahead: where it is left to us, on a GPU, as the cores allow, and for several graphs."""
+    """How many processes compile ahead. Left to us: on a GPU as many as cores allow, where there are several graphs."""
     wanted, able = execution.compilers, execution.compile == "default" and world.size == 1
     if wanted == "auto":
         if not able or world.device.type != "cuda":
@@ -119,5 +119,5 @@ def _compilers(execution: Execution, recipe: Recipe, world: World) -> int:
         count = min(len(graphs_of(recipe, execution)), len(os.sched_getaffinity(0)) // _CORES_A_COMPILER)
         return count if count > 1 else 0
     if wanted < 0 or (wanted and not able):
-        raise UserError(f"exec.compilers={wanted} must not be negative, and 0 but for exec.compile=default and --gpus 1")
+        raise UserError(f"exec.compilers={wanted} must be 0, or more with exec.compile=default and --gpus 1")
     return wanted

@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -97,10 +98,13 @@ def prepare(request: RunRequest, world: World, data: Data) -> Prepared:
     cap_memory(request.execution, world.device)
     execution = resolve(request.execution, request.recipe, world)
     wanted, request = request.execution, replace(request, execution=execution)
+    loading = None if execution.compile == "off" else _load_compiler()
     compilers = compile_ahead(request)
     try:
         state = build_state(request.recipe, execution, request.seed, world.device)
         loss_sum = compiled(state.model, execution)
+        if loading is not None:
+            loading.join()
         if compilers is not None:
             warm_up_eagerly(state, request.recipe)
             compilers.wait()
@@ -112,6 +116,20 @@ def prepare(request: RunRequest, world: World, data: Data) -> Prepared:
         request = fit_to_budget(request, state, loss_sum, world, data)
     gc.collect()
     return Prepared(request, world, data, state, loss_sum)
+
+
+def _load_compiler() -> threading.Thread:
+    """Import Inductor and start the processes in which it compiles, while the caller goes on. Seconds, of Python's."""
+    import torch._dynamo  # noqa: F401  (here, since others import it, too, and its modules import each other in circles)
+
+    def load() -> None:
+        from torch._inductor import async_compile, compile_fx  # noqa: F401
+
+        async_compile.maybe_warm_pool()
+
+    thread = threading.Thread(target=load, name="load-compiler", daemon=True)
+    thread.start()
+    return thread
 
 
 def set_threads(execution: Execution, world: World) -> None:
