@@ -128,7 +128,7 @@ def resumed(request: RunRequest, execution: Execution) -> RunRequest:
     if execution.lanes_per_microbatch != before.lanes_per_microbatch:
         anew.add("tokens_per_microbatch")
     if execution.device != before.device:
-        anew |= {"compute", "attention", "compile"}
+        anew |= {"compute", "attention", "compile", "compilers"}
     choices = {name: "auto" for name in anew if getattr(execution, name) == getattr(before, name)}
     return replace(request, execution=apply_overrides(execution, choices), profile=False)
 

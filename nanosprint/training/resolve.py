@@ -29,7 +29,9 @@ def resolve(execution: Execution, recipe: Recipe, world: World) -> Execution:
         "activation_budget": _activation_budget(execution),
         "threads": torch.get_num_threads(),
     }
-    return resolve_micro_batches(apply_overrides(execution, choices), recipe, world)
+    resolved = apply_overrides(execution, choices)
+    _check_compilers(resolved, world)
+    return resolve_micro_batches(resolved, recipe, world)
 
 
 def _compute(execution: Execution, recipe: Recipe, device: torch.device) -> str:
@@ -103,3 +105,12 @@ def _activation_budget(execution: Execution) -> float:
     if budget < 1 and execution.compile == "off":
         raise UserError(f"exec.activation_budget={budget:g} needs the compiler: leave exec.compile=off out")
     return budget
+
+
+def _check_compilers(execution: Execution, world: World) -> None:
+    """Raise UserError where graphs cannot be compiled ahead. By itself nobody does: it was never timed on a GPU."""
+    able = execution.compile == "default" and world.size == 1
+    if execution.compilers < 0 or (execution.compilers and not able):
+        raise UserError(
+            f"exec.compilers={execution.compilers} must be 0, or more with exec.compile=default and --gpus 1"
+        )

@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,11 +30,12 @@ from nanosprint.optim.build import DTYPES
 from nanosprint.optim.sharding import from_first
 from nanosprint.training.distributed import World
 from nanosprint.training.microbatch import lanes_of, resolved, smaller
+from nanosprint.training.precompile import compile_ahead
 from nanosprint.training.request import Budget, RunRequest
 from nanosprint.training.resolve import resolve
 from nanosprint.training.state import TrainState, build_engine
 from nanosprint.training.step import LossSum
-from nanosprint.training.warmup import measure_step_ms, warm_up
+from nanosprint.training.warmup import measure_step_ms, warm_up, warm_up_eagerly
 
 _log = logging.getLogger(__name__)
 _CALIBRATION_STEPS = 100  # at most, to find out how long a step takes
@@ -100,11 +102,23 @@ def prepare(request: RunRequest, world: World, data: Data, warm: Prepared | None
     cap_memory(request.execution, world.device)
     execution = resolve(request.execution, request.recipe, world)
     wanted, request = request.execution, replace(request, execution=execution)
-    state = build_state(request.recipe, execution, request.seed, world.device)
-    if warm is not None and _shares_graphs(warm, request):
-        state, loss_sum = moved_into(warm.state.model, state, request.recipe), warm.loss_sum
-    else:
-        loss_sum = compiled(state.model, execution)
+    shared = warm if warm is not None and _shares_graphs(warm, request) else None
+    loading = _load_compiler() if execution.compilers and not shared else None
+    compilers = None if shared else compile_ahead(request)
+    try:
+        state = build_state(request.recipe, execution, request.seed, world.device)
+        if shared is None:
+            loss_sum = compiled(state.model, execution)
+        else:
+            state, loss_sum = moved_into(shared.state.model, state, request.recipe), shared.loss_sum
+        if loading is not None:
+            loading.join()
+        if compilers is not None:
+            warm_up_eagerly(state, request.recipe)
+            compilers.wait()
+    finally:
+        if compilers is not None:
+            compilers.stop()
     request = _warm_up_within_memory(request, state, loss_sum, world, wanted)
     if request.budget is not None:
         request = fit_to_budget(request, state, loss_sum, world, data)
@@ -134,6 +148,20 @@ def moved_into(model: GPT, state: TrainState, recipe: Recipe) -> TrainState:
     for buffer, fresh in zip(model.buffers(), state.model.buffers(), strict=True):
         buffer.copy_(fresh)
     return TrainState(model, build_engine(model, recipe))
+
+
+def _load_compiler() -> threading.Thread:
+    """Import Inductor and start the processes in which it compiles, while the caller goes on. Seconds, of Python's."""
+    import torch._dynamo  # noqa: F401  (here, since others import it, too, and its modules import each other in circles)
+
+    def load() -> None:
+        from torch._inductor import async_compile, compile_fx  # noqa: F401
+
+        async_compile.maybe_warm_pool()
+
+    thread = threading.Thread(target=load, name="load-compiler", daemon=True)
+    thread.start()
+    return thread
 
 
 def set_threads(execution: Execution, world: World) -> None:
@@ -171,8 +199,8 @@ def build_state(recipe: Recipe, execution: Execution, seed: int, device: torch.d
         head_loss=_head_loss(recipe, execution, device),
     )
     model.init_weights(seed)
-    model.extend(recipe.max_seq_len)
     model.to(device=device, dtype=wide)
+    model.extend(recipe.max_seq_len)  # there: a quarter of a million positions take seconds on a CPU
     engine = build_engine(model, recipe)
     _train_layers_in_fp8(model, recipe, execution)
     if execution.compute == "bf16" and linear_relu2.pays(device):
@@ -206,17 +234,24 @@ def _head_loss(recipe: Recipe, execution: Execution, device: torch.device) -> He
     return head_loss if execution.compute == "bf16" and uses_kernel(device) else None
 
 
-def compiled(model: GPT, execution: Execution) -> LossSum:
+def compiled(model: GPT, execution: Execution, backend: Callable[..., Any] | None = None) -> LossSum:
     """`model.loss_sum`, compiled as the execution says. One graph for each shape of its arguments.
 
     Windows and the longest document are arguments like others, unless the attention back end bakes them into graphs.
+    backend: of torch.compile, in place of Inductor.
     """
     if execution.compile == "off":
         return model.loss_sum
     torch._dynamo.config.recompile_limit = 64
+    # Without this a graph with an autograd.Function is in no cache, and its gradients are traced anew by each process.
+    # Both directions of a function are traced into the graph, and so into its key.
+    torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
+    # The gradients' half is compiled with the other and not at its first call: whoever runs neither compiles both.
+    torch._functorch.config.force_non_lazy_backward_lowering = True
     _keep_activations(execution)
     mode = None if execution.compile == "default" else execution.compile
-    graphs = torch.compile(model.loss_sum, dynamic=False, fullgraph=True, mode=mode)
+    options: dict[str, Any] = {"mode": mode} if backend is None else {"backend": backend}
+    graphs = torch.compile(model.loss_sum, dynamic=False, fullgraph=True, **options)
     convert = Context.with_ints if BACKENDS[execution.attention].bakes_limits else Context.with_data
     return lambda tokens, targets, context=NO_CONTEXT: graphs(tokens, targets, convert(context))
 

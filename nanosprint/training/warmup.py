@@ -10,6 +10,8 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Hashable, Iterable
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
@@ -24,6 +26,7 @@ from nanosprint.training.state import TrainState
 from nanosprint.training.step import LossSum, train_step
 
 Synchronize = Callable[[], None]
+_FEW_TOKENS = 4096  # divisible by 16 as larger numbers are, which kernels are compiled for
 
 
 def warm_up(state: TrainState, loss_sum: LossSum, recipe: Recipe, execution: Execution) -> None:
@@ -45,6 +48,24 @@ def warm_up(state: TrainState, loss_sum: LossSum, recipe: Recipe, execution: Exe
         state.put_back(saved)
 
 
+def warm_up_eagerly(state: TrainState, recipe: Recipe) -> None:
+    """Train a step of few tokens with nothing compiled, then restore `state`.
+
+    It launches the kernels that are not the compiler's, which are compiled at their first launch for formats and
+    widths, but for any number of tokens. For the time in which others compile graphs.
+    """
+    saved = state.snapshot()
+    plan = recipe.plan(0)
+    plan = replace(plan, seq_len=min(plan.seq_len, _FEW_TOKENS))
+    plan = replace(plan, batch_tokens=plan.seq_len)
+    device = state.model.embed.weight.device
+    try:
+        inputs = random_input(recipe, plan, 1, device, ModelStage(state.model).enter(plan))
+        train_step(state.model.loss_sum, state, [inputs], plan, recipe.train)
+    finally:
+        state.put_back(saved)
+
+
 def training_visits(recipe: Recipe, execution: Execution) -> list[StepPlan]:
     """The first step of every kind.
 
@@ -60,6 +81,26 @@ def training_visits(recipe: Recipe, execution: Execution) -> list[StepPlan]:
         return graph_of(plan, execution), plan.step % turn, plan.split, apart, plan.average, tuple(ahead)
 
     return first_of_each((recipe.plan(step) for step in range(recipe.train.num_steps)), kind)
+
+
+class Graph(NamedTuple):
+    """What one graph is compiled from: a plan, the rows of a micro-batch, its parts; and whether with gradients."""
+
+    plan: StepPlan
+    rows: int
+    parts: int
+    trained: bool
+
+
+def graphs_of(recipe: Recipe, execution: Execution) -> list[Graph]:
+    """All graphs of a run, in their order."""
+    parts = resolved(execution.parts_per_microbatch)
+    rows = validation_batch_tokens(recipe, parts) // recipe.eval.seq_len
+    trained = first_of_each(training_visits(recipe, execution), lambda plan: graph_of(plan, execution))
+    return [
+        *(Graph(plan, rows_of(plan.batch_tokens, recipe, execution), parts, True) for plan in trained),
+        *(Graph(plan, rows, 1, False) for plan in validation_visits(recipe, execution)),
+    ]
 
 
 def turn_of(recipe: Recipe) -> int:
