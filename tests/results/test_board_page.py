@@ -173,14 +173,14 @@ def test_command_compares_with_the_parent(nanosprint, tmp_path):
     from nanosprint.config.edit import to_dict
     from nanosprint.recipes import all_recipes, load_recipe
 
-    run = make(tmp_path / "runs" / "a", name="fast", hash="1" * 12, seed=0, loss=3.2, seconds=9.0)
+    run = make(tmp_path / "runs" / "a", name="record-third", hash="1" * 12, seed=0, loss=3.2, seconds=9.0)
     record = json.loads(run.record_path.read_text())
-    record["recipe"] = to_dict(load_recipe("fast"))
+    record["recipe"] = to_dict(load_recipe("record-third"))
     run.record_path.write_text(json.dumps(record))
     done = nanosprint("report", "--out", "page.html")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("report: page.html (")
-    parent = all_recipes()["fast"].parent
+    parent = all_recipes()["record-third"].parent
     assert f"<h3>Against <code>{parent}</code> · 0 changes" not in (tmp_path / "page.html").read_text()
     assert f"<h3>Against <code>{parent}</code>" in (tmp_path / "page.html").read_text()
 
