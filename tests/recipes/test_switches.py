@@ -15,7 +15,6 @@ from nanosprint.training.resolve import resolve
 from nanosprint.training.setup import build_state
 from nanosprint.training.warmup import warm_up
 
-
 IN_NO_RECIPE = {"precision.fp8_projections": "{}"}
 
 
