@@ -62,7 +62,7 @@ def qk_norm_rotary(
             f"{tuple(cos_SP.shape)} and {tuple(sin_SP.shape)}: they must be (tokens, half head size), or with "
             "neighbours as pairs some heads' side by side"
         )
-    if _uses_kernel(qkv_BSE, K, key_offset):
+    if qkv_BSE.device.type == "cuda" and _kernel_serves(qkv_BSE.dtype, K, len(key_offset)):
         ranges = [bound for bounds in key_offset for bound in bounds]
         turning = K // 2 if turning is None else turning
         tables = cos_SP.contiguous(), sin_SP.contiguous()
@@ -88,18 +88,26 @@ def _plain(
     return q, k, v.view(B, S, num_heads, K)
 
 
-def _uses_kernel(qkv_BSE: Tensor, head_dim: int, key_offset: Ranges) -> bool:
-    """Whether the Triton kernel takes it. A GPU without Triton is logged once."""
-    narrow = qkv_BSE.dtype in (torch.bfloat16, torch.float16, torch.float32)
-    if qkv_BSE.device.type != "cuda" or not narrow or head_dim not in _HEADS or len(key_offset) > 2:
-        return False
-    return has_triton() or _without_triton()
+@torch.compiler.assume_constant_result
+def _kernel_serves(dtype: torch.dtype, head_dim: int, num_ranges: int) -> bool:
+    """Whether the Triton kernel can take this on a CUDA device. Each reason why not is logged once."""
+    reason = None
+    if not has_triton():
+        reason = "Triton is not installed"
+    elif dtype == torch.float64:
+        reason = "the kernel computes in fp32, which is too narrow for fp64"
+    elif head_dim not in _HEADS:
+        reason = f"the kernel takes heads of {', '.join(map(str, _HEADS))}, not {head_dim}"
+    elif num_ranges > 2:
+        reason = f"the kernel takes two ranges of model.layers.N.mixer.key_offset, not {num_ranges}"
+    if reason is not None:
+        _tell(reason)
+    return reason is None
 
 
 @functools.cache
-def _without_triton() -> bool:
-    _log.warning("Triton is not installed: norm and rotary positions take several passes over queries and keys")
-    return False
+def _tell(reason: str) -> None:
+    _log.warning("norm and rotary positions take several passes over queries and keys: %s", reason)
 
 
 @torch.library.custom_op("nanosprint::qk_norm_rotary", mutates_args=(), device_types="cuda")

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from nanosprint.kernels import has_triton
+from nanosprint.ops import qk_norm_rotary as ops
 from nanosprint.ops.qk_norm_rotary import qk_norm_rotary
 from nanosprint.ops.rotary import rotate
 
@@ -272,6 +273,18 @@ def test_kernel_on_a_gpu(case, dtype):
         (grad,) = torch.autograd.grad(sum((a * w.to(dtype)).sum() for a, w in zip(got, weights, strict=True)), qkv)
         for a, b in zip((*got, grad), (*want, grad_want), strict=True):
             assert (a.double() - b).norm() <= tolerance * b.norm()
+
+
+def test_what_the_kernel_cannot_take_is_said_once(caplog):
+    ops._tell.cache_clear()
+    for _ in range(2):
+        assert not ops._kernel_serves(torch.bfloat16, 96, 0)
+        assert not ops._kernel_serves(torch.float64, 128, 0)
+        assert not ops._kernel_serves(torch.bfloat16, 128, 3)
+    if has_triton():
+        assert ops._kernel_serves(torch.bfloat16, 128, 2)
+        assert [text in caplog.text for text in ("not 96", "fp64", "not 3")] == [True] * 3
+    assert len(caplog.records) == (3 if has_triton() else 1)
 
 
 def test_kernel_logic_in_the_interpreter(run_interpreted):
