@@ -27,8 +27,7 @@ from nanosprint.config import Fp8MLPSpec
 from nanosprint.kernels import tuning
 from nanosprint.kernels.linear_relu2 import relu2_pass, relu2_product
 from nanosprint.model.fp8_mlp import Fp8MLP, refresh
-from nanosprint.ops import fp8_mlp as mlp8
-from nanosprint.ops.fp8 import E4M3, E5M2, quantize, scaled_product
+from nanosprint.ops.fp8 import E4M3, E5M2, quantize, scale_from, scale_of, scaled_product
 from nanosprint.ops.linear_relu2 import relu2_mlp
 
 DIM, HIDDEN, LAYERS = 768, 3072, 11
@@ -62,7 +61,7 @@ class Part:
             self.post = torch.randn_like(self.out).relu_().square_()
         if in_fp8:
             dtype = E4M3 if self.forward else E5M2
-            self.scales = self.A.abs().amax().float() / torch.finfo(dtype).max, mlp8.scale_of(self.B)
+            self.scales = self.A.abs().amax().float() / torch.finfo(dtype).max, scale_of(self.B)
             self.A, self.B = quantize(self.A, self.scales[0], dtype), quantize(self.B, self.scales[1], E4M3)
             self.code_scale = torch.full((), 0.05, device="cuda")
             self.out8 = torch.empty_like(self.out, dtype=dtype)
@@ -161,10 +160,10 @@ class Composed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, up, down, up8, up_scale, down8, down_scale, post_scale):
-        x_scale = mlp8.scale_of(x)
-        pre = scaled_product(mlp8.to_e4m3(x, x_scale), up8.view(E4M3), x_scale, up_scale, x.dtype, fast=True)
+        x_scale = scale_of(x)
+        pre = scaled_product(quantize(x, x_scale, E4M3), up8.view(E4M3), x_scale, up_scale, x.dtype, fast=True)
         post = F.relu(pre).square()
-        post8 = mlp8.to_e4m3(post, post_scale)
+        post8 = quantize(post, post_scale, E4M3)
         ctx.save_for_backward(x, post, up, down)
         peak = post.amax().float()
         ctx.mark_non_differentiable(peak)
@@ -195,7 +194,7 @@ def variants(up, down):
     def composed(x):
         y, peak = Composed.apply(x, up, down, *copies)
         with torch.no_grad():
-            dynamic.post_scale.copy_(mlp8.scale_from(peak, 1.8))
+            dynamic.post_scale.copy_(scale_from(peak, 1.8))
         return y
 
     operator = functools.partial(relu2_mlp, up=up, down=down, in_out=True)

@@ -28,7 +28,7 @@ from nanosprint.model.techniques.head_gate import gated
 from nanosprint.model.techniques.paired_heads import apart, doubled, interleaved
 from nanosprint.model.techniques.xsa import without_own_value
 from nanosprint.ops.attention import Attention, Scale
-from nanosprint.ops.fp8_mlp import LARGEST
+from nanosprint.ops.fp8 import LARGEST
 from nanosprint.ops.key_offset import offset_keys
 from nanosprint.ops.qk_norm_rotary import qk_norm_rotary
 

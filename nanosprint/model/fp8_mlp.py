@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from nanosprint.config.recipe import Fp8MLPSpec
-from nanosprint.ops.fp8_mlp import LARGEST, Copy, Fp8Weights, fp8_mlp, requantize, scale_from
+from nanosprint.ops.fp8 import LARGEST, scale_from
+from nanosprint.ops.fp8_mlp import Copy, Fp8Weights, fp8_mlp, requantize
 
 _SCALES = ("up_scale", "down_scale", "next_down_scale", "post_scale")
 

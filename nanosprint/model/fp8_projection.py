@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from nanosprint.model.fp8_weight import Fp8Weight
-from nanosprint.ops.fp8_mlp import scale_of
+from nanosprint.ops.fp8 import scale_of
 from nanosprint.ops.fp8_projection import fp8_projection
 
 _FIRST = 2.0**-4  # the scale of a first input, whatever it is: 28 is clamped, 1e-3 loses bits

@@ -11,8 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from nanosprint.ops.fp8 import E4M3, quantize_all
-from nanosprint.ops.fp8_mlp import scale_from
+from nanosprint.ops.fp8 import E4M3, quantize_all, scale_from
 from nanosprint.ops.fp8_projection import Copies
 
 

@@ -38,6 +38,8 @@ from nanosprint.kernels import has_triton
 _log = logging.getLogger(__name__)
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+LARGEST = 448.0  # of E4M3
+LEAST = 1e-12  # a maximum counts as this at least, so that no scale is zero
 _UNIT = 16  # FP8 products take summed and output axes in multiples of this
 
 
@@ -57,6 +59,21 @@ def has_fp8(device: torch.device | str) -> bool:
     return True
 
 
+def scale_of(x: Tensor, headroom: float = 1.0) -> Tensor:
+    """The scale, 0-D fp32, with which `headroom` times the largest magnitude of x just fits E4M3."""
+    return scale_from(x.detach().abs().amax(), headroom)
+
+
+def scale_from(peak: Tensor, headroom: float = 1.0) -> Tensor:
+    """The same from the largest magnitude. NaN stays NaN."""
+    return peak.float().clamp(min=LEAST) * (headroom / LARGEST)
+
+
+def has_kernel(x: Tensor) -> bool:
+    """Whether x is for the Triton kernels that quantise. A GPU without Triton is logged once."""
+    return x.is_cuda and (has_triton() or _without_triton())
+
+
 def quantize(x: Tensor, scale: float | Tensor, dtype: torch.dtype) -> Tensor:
     """x / scale in FP8 `dtype` (E4M3 or E5M2), clamped to its range first: the formula. NaN stays NaN."""
     limit = torch.finfo(dtype).max
@@ -67,7 +84,7 @@ def quantize(x: Tensor, scale: float | Tensor, dtype: torch.dtype) -> Tensor:
 def quantize_pair(x: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """x (R, C) in FP8, plain and transposed (C, R padded with zeros). An x of that dtype already is only transposed."""
     x = x.contiguous()
-    if not (x.is_cuda and (has_triton() or _without_triton())):
+    if not has_kernel(x):
         q = x if x.dtype == dtype else quantize(x, scale, dtype)
         return q, _turned(q)
     from nanosprint.kernels.fp8 import quantize as kernel
@@ -92,7 +109,7 @@ def quantize_all(
     sources: (R, C) each, any float dtype; plain (R, C) and turned (C, R): E4M3, rows at any distance, sizes multiples
     of 16. scales: (n,) fp32. On a GPU one launch for all sources of a dtype, two for fp32 ones that are turned.
     """
-    if sources[0].is_cuda and (has_triton() or _without_triton()):
+    if has_kernel(sources[0]):
         from nanosprint.kernels.fp8 import quantize_all as kernel
 
         kernel(sources, scales.reciprocal(), torch.finfo(E4M3).max, plain, turned)

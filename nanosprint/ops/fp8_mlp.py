@@ -29,14 +29,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nanosprint.kernels import has_triton, tuning
-from nanosprint.ops.fp8 import E4M3, E5M2, quantize, scaled_product
+from nanosprint.kernels import tuning
+from nanosprint.ops.fp8 import E4M3, E5M2, LARGEST, LEAST, has_kernel, quantize, scale_of, scaled_product
 from nanosprint.ops.linear_relu2 import check_shapes, relu2_grad, relu2_mlp_grads, up_relu2
 
-LARGEST = 448.0  # of E4M3
 _LARGEST_GRADIENT = 57_344.0  # of E5M2
-_LEAST = 1e-12  # a maximum counts as this at least, so that no scale is zero
-_LEAST_GRADIENT = 1e-30  # the same of gradients, which a loss averaged over many tokens makes small
+_LEAST_GRADIENT = (
+    1e-30  # what `fp8.LEAST` is for others, of gradients, which a loss averaged over many tokens makes small
+)
 
 
 class Fp8Weights(NamedTuple):
@@ -81,25 +81,10 @@ def fp8_mlp(x: Tensor, up: Tensor, down: Tensor, copies: Fp8Weights, *, in_out: 
     check_shapes(x, up, down, in_out)
     flat = x.reshape(-1, x.shape[-1])
     x_scale = scale_of(flat) if copies.x_scale is None else copies.x_scale
-    x8 = to_e4m3(flat.detach(), x_scale)
+    x8 = quantize(flat.detach(), x_scale, E4M3)
     up8, up_scale, down8, down_scale, post_scale, _, *turned = copies
     y, _, peaks = _forward(flat, up, down, x8, x_scale, up8, up_scale, down8, down_scale, post_scale, *turned, in_out)
     return y.view(x.shape), peaks.amax()
-
-
-def scale_of(x: Tensor, headroom: float = 1.0) -> Tensor:
-    """The scale, 0-D fp32, with which `headroom` times the largest magnitude of x just fits E4M3."""
-    return scale_from(x.detach().abs().amax(), headroom)
-
-
-def scale_from(peak: Tensor, headroom: float = 1.0) -> Tensor:
-    """The same from the largest magnitude. NaN stays NaN."""
-    return peak.float().clamp(min=_LEAST) * (headroom / LARGEST)
-
-
-def to_e4m3(x: Tensor, scale: Tensor) -> Tensor:
-    """x / scale in E4M3, clamped to its range first."""
-    return quantize(x, scale, E4M3)
 
 
 def requantize(copies: Sequence[Copy], *, fresh: bool = True, headroom: float = 1.0) -> None:
@@ -115,10 +100,10 @@ def requantize(copies: Sequence[Copy], *, fresh: bool = True, headroom: float = 
         kinds.setdefault(kind, []).append(copy)
     for alike in kinds.values():
         weight = alike[0].weight
-        if weight.is_cuda and weight.dtype != torch.float64 and has_triton():
+        if weight.dtype != torch.float64 and has_kernel(weight):
             from nanosprint.kernels.fp8 import requantize as kernel
 
-            kernel(alike, fresh, headroom, _LEAST)
+            kernel(alike, fresh, headroom, LEAST)
         else:
             _requantize_formula(alike, fresh, headroom)
 
@@ -127,7 +112,7 @@ def _requantize_formula(copies: Sequence[Copy], fresh: bool, headroom: float) ->
     for weight, codes, turned, scale, next_scale in copies:
         present = scale_of(weight)
         scale.copy_(present if fresh or next_scale is None else next_scale)
-        codes.copy_(to_e4m3(weight.detach(), scale).view(torch.uint8))
+        codes.copy_(quantize(weight.detach(), scale, E4M3).view(torch.uint8))
         if turned is not None:
             turned.copy_(codes.mT)
         if next_scale is not None:

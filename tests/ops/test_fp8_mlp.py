@@ -5,15 +5,13 @@ import torch
 
 from nanosprint.kernels import tuning
 from nanosprint.ops import fp8
+from nanosprint.ops.fp8 import E4M3, quantize, scale_from, scale_of
 from nanosprint.ops.fp8_mlp import (
     Copy,
     Fp8Weights,
     _requantize_formula,
     fp8_mlp,
     requantize,
-    scale_from,
-    scale_of,
-    to_e4m3,
 )
 from tests.ops.test_fp8 import relative
 
@@ -56,7 +54,7 @@ def copies_of(x, up, down, in_out, with_down=True, backward=False):
     down_DF = down.detach().mT if in_out else down.detach()
     post = (x.detach().double() @ up.detach().double().mT).relu() ** 2
     up_s, down_s, post_s = scale_of(up), scale_of(down_DF), scale_from(post.max(), 1.8)
-    codes = [to_e4m3(w.detach(), s).view(torch.uint8).contiguous() for w, s in ((up, up_s), (down_DF, down_s))]
+    codes = [quantize(w.detach(), s, E4M3).view(torch.uint8).contiguous() for w, s in ((up, up_s), (down_DF, down_s))]
     turned = [c.mT.contiguous() if backward else None for c in codes]
     return Fp8Weights(codes[0], up_s, codes[1] if with_down else None, down_s, post_s, None, *turned)
 
@@ -158,7 +156,7 @@ def test_fp32_activations_differ_by_their_rounding_only():
     copies = copies_of(x, up, down, True)
     y, _ = fp8_mlp(x, up, down, copies, in_out=True)
     (d_down,) = torch.autograd.grad(y, down, g)
-    x8 = to_e4m3(x.detach(), scale_of(x)).double() * scale_of(x).double()
+    x8 = quantize(x.detach(), scale_of(x), E4M3).double() * scale_of(x).double()
     post = (x8 @ (copies.up.view(fp8.E4M3).double() * copies.up_scale.double()).mT).relu() ** 2
     assert relative(d_down, post.mT @ g.double()) < 1e-5
 
@@ -209,7 +207,7 @@ def test_opcheck():
     x, up, down, _ = case(32, 16, 48, True)
     copies = copies_of(x, up, down, True, backward=True)
     x_scale = scale_of(x)
-    inputs = (x, up, down, to_e4m3(x.detach(), x_scale), x_scale, *copies[:5], *copies[6:], True)
+    inputs = (x, up, down, quantize(x.detach(), x_scale, E4M3), x_scale, *copies[:5], *copies[6:], True)
     checks = ("test_autograd_registration", "test_faketensor")  # that of the schema multiplies FP8
     torch.library.opcheck(torch.ops.nanosprint.fp8_mlp.default, inputs, test_utils=checks)
 
@@ -263,7 +261,7 @@ def test_requantize_on_a_gpu(dtype):
     copy = copy._replace(weight=weight)
     requantize([copy])
     assert copy.scale == scale_of(weight)
-    assert torch.equal(copy.codes, to_e4m3(weight, copy.scale).view(torch.uint8))
+    assert torch.equal(copy.codes, quantize(weight, copy.scale, E4M3).view(torch.uint8))
     assert torch.equal(copy.turned, copy.codes.mT)
     weight[5, 7] = float("nan")
     requantize([copy])
@@ -276,11 +274,11 @@ def test_kernel_logic_in_the_interpreter(run_interpreted):
 
 def interpreted():
     from nanosprint.kernels import fp8 as kernels
-    from nanosprint.ops.fp8_mlp import _LEAST
+    from nanosprint.ops.fp8 import LEAST
 
     kernels.REQUANTIZE, kernels.TURN_CODES = (4, 256, 1), (16, 32, 1)  # the interpreter reduces element by element
     for dtype in (torch.float32, torch.bfloat16):
-        check_requantize("cpu", dtype, [(24, 80)] * 3, lambda *args: kernels.requantize(*args, _LEAST))
+        check_requantize("cpu", dtype, [(24, 80)] * 3, lambda *args: kernels.requantize(*args, LEAST))
 
 
 if __name__ == "__main__":

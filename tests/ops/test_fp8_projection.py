@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from nanosprint.ops import fp8
-from nanosprint.ops.fp8_mlp import scale_of
+from nanosprint.ops.fp8 import scale_of
 from nanosprint.ops.fp8_projection import Copies, fp8_projection
 from tests.ops.test_fp8 import relative, rounded
 
