@@ -83,7 +83,7 @@ class _Lookup(torch.autograd.Function):
         ctx.count, ctx.size, ctx.dtype = count, weight.size(0), weight.dtype
         if not torch.compiler.is_compiling():  # compilers fill in zeros, but every part has a gradient there
             ctx.set_materialize_grads(False)
-        return tuple(F.embedding(ids, part).to(dtype) for part in weight.chunk(count, dim=-1))
+        return tuple(_cast(F.embedding(ids, part), dtype) for part in weight.chunk(count, dim=-1))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -94,6 +94,15 @@ class _Lookup(torch.autograd.Function):
         parts, flat = [k for k, _ in present], [g for _, g in present]
         grad = _embedding_grad(flat, parts, order, sorted_ids, ctx.size, ctx.count, ctx.dtype)
         return grad, None, None, None, None, None
+
+
+def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x in `dtype`; x itself where that is its own.
+
+    torch 2.11 compiles an autograd.Function whose forward pass ends in an x.to(dtype) that changes nothing without its
+    gradient, which is zero then.
+    """
+    return x if x.dtype == dtype else x.to(dtype)
 
 
 @torch.library.custom_op("nanosprint::embedding_grad", mutates_args=())

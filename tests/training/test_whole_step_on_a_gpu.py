@@ -1,0 +1,75 @@
+"""The record's gradients on a GPU, with its kernels, compiled or not, against the reference operators in float32.
+
+Single operators have tests of their own; this is for what goes wrong between them, such as a compiler that drops what a
+kernel wrote.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from nanosprint.config.recipe import Execution, Recipe
+from nanosprint.recipes import load_recipe
+from nanosprint.training.batch import ModelInput, ModelStage, random_input
+from nanosprint.training.distributed import World
+from nanosprint.training.resolve import resolve
+from nanosprint.training.setup import build_state, compiled
+
+SIZE = {
+    "model.num_layers": 6,
+    "model.vocab_size": 5000,
+    "model.document_start": 7,
+    "model.seq_len": 3072,
+    "train.lanes": 1,
+    "train.batch_tokens": 3072,
+    "eval.seq_len": 8192,
+    "eval.batch_tokens": 8192,
+}
+
+
+def gradients(recipe: Recipe, execution: Execution, stage: int) -> dict[str, torch.Tensor]:
+    """Of a step's loss by every parameter, from weights in which nothing is zero; on the CPU, in float64."""
+    torch._dynamo.reset()
+    device = torch.device(execution.device)
+    state = build_state(recipe, execution, 0, device)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for p in state.model.parameters():
+            p.add_(0.02 * torch.randn(p.shape, generator=generator).to(p))
+    state.model.refresh(0)
+    loss_sum: Callable[..., torch.Tensor] = compiled(state.model, execution)
+    schedule = recipe.schedule.stages
+    assert schedule is not None
+    plan = recipe.plan(schedule.spans(recipe.train.num_steps)[stage].start)
+    given: ModelInput = random_input(recipe, plan, 1, device, ModelStage(state.model).enter(plan))
+    for p in state.model.parameters():
+        p.grad = None
+    (loss_sum(*given) / plan.batch_tokens).backward()
+    return {n: p.grad.double().cpu() for n, p in state.model.named_parameters() if p.grad is not None}
+
+
+def different(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float) -> dict[str, float]:
+    """Relative distances above `tolerance`, by parameter."""
+    assert got.keys() == expected.keys()
+    apart = {n: ((got[n] - g).norm() / g.norm().clamp_min(1e-12)).item() for n, g in expected.items()}
+    return {n: d for n, d in apart.items() if not d < tolerance}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize("attention", ["triton", "fa2"])
+def test_compiled_and_eager_agree_with_float32(stage, attention):
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    recipe = load_recipe("record-third", SIZE)
+    world = World(0, 1, torch.device("cuda"))
+    wanted = Execution(attention=attention)
+    on_gpu = resolve(wanted, recipe, world)
+    eager = gradients(recipe, replace(on_gpu, compile="off"), stage)
+    in_graphs = gradients(recipe, on_gpu, stage)
+    assert not different(in_graphs, eager, 0.05)
+    exact = Execution(device="cpu", compute="fp32", attention="reference", compile="off", fp8="off")
+    expected = gradients(recipe, resolve(exact, recipe, World(0, 1, torch.device("cpu"))), stage)
+    assert not different(eager, expected, 0.15)
