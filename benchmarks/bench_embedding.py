@@ -19,7 +19,7 @@ import torch
 
 from benchmarks.bench_optim import copy_rate, time_ms
 from benchmarks.harness import write_rows
-from benchmarks.inputs import text_ids
+from benchmarks.inputs import Sizes
 from nanosprint.kernels import embedding as kernels
 from nanosprint.model.techniques.bigram import bigram_rows
 from nanosprint.ops.embedding import sort_rows
@@ -84,7 +84,7 @@ def main():
     compiled = torch.compile(dense_backward, dynamic=False)
     print(f"{torch.cuda.get_device_name()}: {rate / 1e12:.2f} TB/s copied")
     for num in NUMBERS:
-        tokens = text_ids(num, VOCAB, "cuda")
+        tokens = Sizes(tokens=num).text_ids(num)
         pairs = bigram_rows(tokens[None], PAIRS)[0]
         ms, low, high = time_ms(lambda ids=tokens: sort_rows(ids), "cuda", 15)
         hottest = float(tokens.bincount().max()) / num

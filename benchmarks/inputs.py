@@ -1,10 +1,12 @@
 """What operators are timed on: the sizes of the record's step, and random data of its kind.
 
-T tokens, D width, H heads of size K, F hidden units, V vocabulary. All data is made on the device, the same at every
-call, in bf16.
+T tokens, D width, H heads of size K, F hidden units, V vocabulary. All data is made on the device, in bf16. It follows
+from the `Sizes` and from what was drawn from them before. They have a generator of their own, since a recording of a
+CUDA graph that fails may leave torch's own unusable.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -49,12 +51,26 @@ class Sizes:
     def head_dim(self) -> int:
         return self.dim // self.heads
 
+    @cached_property
+    def generator(self) -> torch.Generator:
+        return torch.Generator(self.device).manual_seed(0)
+
     def random(self, *shape: int) -> Tensor:
         """Standard normal, bf16."""
-        return torch.randn(shape, device=self.device, dtype=torch.bfloat16)
+        return torch.randn(shape, device=self.device, dtype=torch.bfloat16, generator=self.generator)
 
     def leaf(self, *shape: int) -> Tensor:
         return self.random(*shape).requires_grad_()
+
+    def ids(self, num: int) -> Tensor:
+        """Uniformly random tokens."""
+        return torch.randint(self.vocab, (num,), device=self.device, generator=self.generator)
+
+    def text_ids(self, num: int) -> Tensor:
+        """Tokens, the r-th most frequent with a share of 1/r, their numbers shuffled."""
+        shares = 1 / torch.arange(1, self.vocab + 1, device=self.device)
+        drawn = torch.multinomial(shares, num, replacement=True, generator=self.generator)
+        return torch.randperm(self.vocab, device=self.device, generator=self.generator)[drawn]
 
 
 def tiny(tokens: int = 96, device: str = "cpu") -> Sizes:
@@ -63,12 +79,6 @@ def tiny(tokens: int = 96, device: str = "cpu") -> Sizes:
         tokens=tokens, device=device, dim=32, heads=2, hidden=64, vocab=128, pairs=160, tables=2, layers=2, longest=24,
         windows=(8, 16), compose_window=5, banks=((4, 16, 32), (2, 32, 32), (2, 64, 32)),
     )  # fmt: skip
-
-
-def text_ids(num: int, vocab: int, device: str) -> Tensor:
-    """Token ids, the r-th most frequent with a share of 1/r, their numbers shuffled."""
-    shares = 1 / torch.arange(1, vocab + 1, device=device)
-    return torch.randperm(vocab, device=device)[torch.multinomial(shares, num, replacement=True)]
 
 
 def record_labels(targets: Tensor, num_labels: int) -> Labels:
@@ -88,7 +98,6 @@ class Heads(NamedTuple):
 
 def heads(sizes: Sizes, weights: int = 0) -> Heads:
     """(1, T, H, K) each; `weights` more leaves hold a number a head."""
-    torch.manual_seed(0)
     shape = (1, sizes.tokens, sizes.heads, sizes.head_dim)
     leaves = [sizes.leaf(*shape) for _ in range(3)] + [sizes.leaf(*shape[:3]) for _ in range(weights)]
     documents = sample_documents(1, sizes.tokens, sizes.longest, torch.device(sizes.device))
@@ -112,9 +121,8 @@ class Projected(NamedTuple):
 
 def projected(sizes: Sizes, together: int = 1) -> Projected:
     """As rotary positions take them, half of the pairs turning; `together` heads with angles of their own."""
-    torch.manual_seed(0)
     half = sizes.head_dim // 2
-    angle = torch.rand(sizes.tokens, together * half, device=sizes.device) * 6
+    angle = 6 * torch.rand(sizes.tokens, together * half, device=sizes.device, generator=sizes.generator)
     angle[:, torch.arange(together * half, device=sizes.device) % half >= half // 2] = 0
     grads = tuple(sizes.random(1, sizes.tokens, sizes.heads, sizes.head_dim) for _ in range(3))
     return Projected(sizes.leaf(1, sizes.tokens, 3 * sizes.dim), angle.cos(), angle.sin(), grads)
@@ -135,7 +143,6 @@ class Operands(NamedTuple):
 
 def mlp_operands(kind: str, sizes: Sizes) -> Operands:
     """kind: "up" or "dpre", in bf16; "up8" or "dpre8"."""
-    torch.manual_seed(0)
     forward, in_fp8 = kind.startswith("up"), kind.endswith("8")
     A, B = sizes.random(sizes.tokens, sizes.dim), sizes.random(sizes.hidden, sizes.dim) / sizes.dim**0.5
     post = None if forward else sizes.random(sizes.tokens, sizes.hidden).relu_().square_()
