@@ -26,7 +26,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.harness import write_rows
+from benchmarks.floors import visible_pairs
+from benchmarks.harness import graph_ms, write_rows
 from nanosprint.kernels import has_triton, tuning
 from nanosprint.ops.attention import available, backend, choose, reference
 from nanosprint.ops.attention_backends.probe import relative_error
@@ -68,18 +69,6 @@ KERNELS = {
 }
 
 
-def visible_pairs(rows, seq_len, window, documents):
-    """Sum over tokens of the keys each sees, from the actual documents."""
-    lengths = [seq_len] * rows if documents is None else documents.cu_seqlens.diff().tolist()
-    reach = seq_len if window is None else window + 1
-
-    def pairs(length):
-        ramp = min(length, reach)
-        return ramp * (ramp + 1) // 2 + (length - ramp) * reach
-
-    return sum(map(pairs, lengths))
-
-
 def floors_ms(case, pairs, elem=2):
     """(forward, forward + backward): no version can be much faster."""
     rows, seq_len, heads, head_dim, *_ = case
@@ -89,31 +78,20 @@ def floors_ms(case, pairs, elem=2):
 
 def timer_cuda(work, repeats=20, inner=5):
     """Median milliseconds of `work`, and how it was run."""
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            work()
-    torch.cuda.synchronize()
-    how, run = "graph", None
     try:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for _ in range(inner):
-                work()
-        run = graph.replay
+        return graph_ms(work, inner, repeats)[0], "graph"
     except Exception:  # whatever a library does that cannot be captured: time it as it is, and say so
-        how, run = "eager", lambda: [work() for _ in range(inner)]
         torch.cuda.synchronize()
-    run()
     times = []
-    for _ in range(repeats):
+    for _ in range(repeats + 1):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
-        run()
+        for _ in range(inner):
+            work()
         end.record()
         end.synchronize()
         times.append(begin.elapsed_time(end) / inner)
-    return statistics.median(times), how
+    return statistics.median(times[1:]), "eager"
 
 
 def timer_cpu(work, repeats=5):

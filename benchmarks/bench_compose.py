@@ -21,10 +21,10 @@ from benchmarks.bench_attention import timer_cuda
 from benchmarks.bench_optim import copy_rate
 from benchmarks.bench_symmetric import graph_us
 from benchmarks.harness import write_rows
+from benchmarks.inputs import Sizes, heads
 from nanosprint.kernels.compose import backward, forward
 from nanosprint.kernels.tuning import Band, ComposeBands, compose_bands
 from nanosprint.ops.attention_backends.contract import first_key
-from nanosprint.ops.attention_backends.select import sample_documents
 from nanosprint.ops.compose import composed_read, composed_read_reference
 
 TOKENS, HEADS, HEAD_DIM, WINDOW, SCALE = (16_384, 49_152, 196_608), 6, 128, 112, 0.1
@@ -51,12 +51,8 @@ CANDIDATES = ComposeBands(
 
 def inputs(tokens):
     """(q, k, v, w1, w2), documents, gradient of the result."""
-    torch.manual_seed(0)
-    shape = (1, tokens, HEADS, HEAD_DIM)
-    q, k, v, grad = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(4))
-    w1, w2 = (torch.randn(shape[:3], device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    leaves = [t.requires_grad_() for t in (q, k, v, w1, w2)]
-    return leaves, sample_documents(1, tokens, 2048, torch.device("cuda")), grad
+    leaves, grad, documents = heads(Sizes(tokens=tokens), weights=2)
+    return leaves, documents, grad
 
 
 def floors_ms(tokens, rate):

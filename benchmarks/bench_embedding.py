@@ -19,6 +19,7 @@ import torch
 
 from benchmarks.bench_optim import copy_rate, time_ms
 from benchmarks.harness import write_rows
+from benchmarks.inputs import Sizes
 from nanosprint.kernels import embedding as kernels
 from nanosprint.model.techniques.bigram import bigram_rows
 from nanosprint.ops.embedding import sort_rows
@@ -29,12 +30,6 @@ TABLES = {"tokens": (VOCAB, 1), "pairs": (PAIRS, 1), "value tables": (VOCAB, 5)}
 TILES = [
     (32, 256, 1), (64, 256, 1), (128, 256, 1), (64, 128, 1), (64, 256, 2), (64, 512, 2), (64, 1024, 4), (128, 1024, 4),
 ]  # fmt: skip
-
-
-def text_ids(num):
-    """Token ids, the r-th most frequent with a share of 1/r, their numbers shuffled."""
-    shares = 1 / torch.arange(1, VOCAB + 1, device="cuda")
-    return torch.randperm(VOCAB, device="cuda")[torch.multinomial(shares, num, replacement=True)]
 
 
 def ours(grads, rows, size):
@@ -89,7 +84,7 @@ def main():
     compiled = torch.compile(dense_backward, dynamic=False)
     print(f"{torch.cuda.get_device_name()}: {rate / 1e12:.2f} TB/s copied")
     for num in NUMBERS:
-        tokens = text_ids(num)
+        tokens = Sizes(tokens=num).text_ids(num)
         pairs = bigram_rows(tokens[None], PAIRS)[0]
         ms, low, high = time_ms(lambda ids=tokens: sort_rows(ids), "cuda", 15)
         hottest = float(tokens.bincount().max()) / num

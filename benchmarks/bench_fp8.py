@@ -29,19 +29,18 @@ import torch.nn.functional as F
 
 from benchmarks.bench_optim import copy_rate, matmul_rate, time_ms
 from benchmarks.harness import synchronize, write_rows
-from nanosprint.config import SoftcapSpec
+from benchmarks.inputs import CAP, SCALES, record_labels
 from nanosprint.kernels import softcap_xent as kernels
 from nanosprint.model import fp8_weight
 from nanosprint.model.fp8_projection import Fp8Projection
 from nanosprint.model.techniques.head_gate import gated
 from nanosprint.ops import fp8
-from nanosprint.ops.head_loss import Fp8Scales, head_loss
+from nanosprint.ops.head_loss import head_loss
 from nanosprint.ops.qk_norm_rotary import qk_norm_rotary
 from nanosprint.ops.rms_norm import rms_norm
-from nanosprint.ops.softcap_xent import Labels, curve_of, loss_and_grad
+from nanosprint.ops.softcap_xent import curve_of, loss_and_grad
 
 DIM, VOCAB = 768, 50_304
-SCALES = Fp8Scales(x=100 / 448, weight=1.6 / 448, gradient=0.75 / 448)
 FP8_RATE = 1500e12  # what cuBLAS reaches on large products of this kind on an H200
 
 
@@ -55,15 +54,7 @@ def compiled(x, weight, targets):
     return lambda: torch.autograd.grad(loss(x, weight), (x, weight))
 
 
-CAP = SoftcapSpec(kind="sigmoid", cap=23.0, shift=5.0, width=7.5)
 TILES = [(2048, 8), (4096, 8), (4096, 16), (8192, 8), (8192, 16), (8192, 32), (16384, 32)]
-
-
-def labels_of(targets, num_labels):
-    """The targets, and further labels as the record has them."""
-    ids = torch.stack([targets.roll(-k) for k in range(num_labels)], 1)
-    weights = torch.tensor([1.0, 0.5, 0.25, 0.25], device="cuda")[:num_labels]
-    return Labels(ids, weights, weights.sum().expand(len(ids)).contiguous())
 
 
 def fused(x, weight, labels, **options):
@@ -75,7 +66,7 @@ def loss_rows(logits, targets, sweep):
     """The kernel of the loss alone."""
     rate, rows = copy_rate(), []
     for name, num_labels, cap in (("next token, no cap", 1, None), ("record", 4, CAP)):
-        labels = labels_of(targets, num_labels)
+        labels = record_labels(targets, num_labels)
         for out in (torch.empty_like(logits, dtype=fp8.E5M2), logits):
             floor = 1e3 * (2 * logits.nbytes + out.nbytes) / rate
             size = out.element_size()
@@ -196,7 +187,7 @@ def main():
     g = torch.randn(args.tokens, VOCAB, device="cuda", dtype=torch.bfloat16)
     targets = torch.randint(VOCAB, (args.tokens,), device="cuda")
     turned = weight.detach().T.contiguous().requires_grad_()
-    next_token, record = labels_of(targets, 1), labels_of(targets, 4)
+    next_token, record = record_labels(targets, 1), record_labels(targets, 4)
     flops, rate = 3 * 2 * args.tokens * DIM * VOCAB, matmul_rate()
     print(f"{torch.cuda.get_device_name()}: {rate / 1e12:.0f} TFLOP/s bf16 measured; {flops / 1e12:.2f} TFLOP a pass")
     rows, bf16_ms = [], {}

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 
 from benchmarks.bench_optim import copy_rate, matmul_rate, time_ms
 from benchmarks.harness import write_rows
+from benchmarks.inputs import Sizes, mlp_operands
 from nanosprint.config import Fp8MLPSpec
 from nanosprint.kernels import tuning
 from nanosprint.kernels.linear_relu2 import relu2_pass, relu2_product
@@ -53,18 +54,11 @@ class Part:
     def __init__(self, kind, tokens, roofs):
         self.kind, self.forward = kind, kind.startswith("up")
         in_fp8 = kind.endswith("8")
-        self.A = torch.randn(tokens, DIM, device="cuda").bfloat16()
-        self.B = (torch.randn(HIDDEN, DIM, device="cuda") / DIM**0.5).bfloat16()
-        self.scales = self.code_scale = self.out8 = self.peaks = self.post = None
+        self.A, self.B, self.scales, self.code_scale, self.post = mlp_operands(kind, Sizes(tokens=tokens))
+        self.out8 = self.peaks = None
         self.out = torch.empty(tokens, HIDDEN, device="cuda", dtype=torch.bfloat16)
-        if not self.forward:
-            self.post = torch.randn_like(self.out).relu_().square_()
         if in_fp8:
-            dtype = E4M3 if self.forward else E5M2
-            self.scales = self.A.abs().amax().float() / torch.finfo(dtype).max, scale_of(self.B)
-            self.A, self.B = quantize(self.A, self.scales[0], dtype), quantize(self.B, self.scales[1], E4M3)
-            self.code_scale = torch.full((), 0.05, device="cuda")
-            self.out8 = torch.empty_like(self.out, dtype=dtype)
+            self.out8 = torch.empty_like(self.out, dtype=self.A.dtype)
             self.peaks = torch.empty(tuning.RELU2_PEAKS, device="cuda") if self.forward else None
         self.flops = 2 * tokens * DIM * HIDDEN
         moved = (self.A, self.B, self.out, self.out8, self.post)

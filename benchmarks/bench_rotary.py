@@ -11,31 +11,39 @@ from functools import partial
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 
 from benchmarks.bench_optim import copy_rate, time_ms
 from benchmarks.harness import write_rows
+from benchmarks.inputs import Sizes, projected
 from nanosprint.kernels import qk_norm_rotary as kernels
-from nanosprint.ops import qk_norm_rotary as ops
+from nanosprint.ops.key_offset import offset_keys
+from nanosprint.ops.qk_norm_rotary import qk_norm_rotary
 
 HEADS, HEAD_DIM, EPS = 6, 128, 2.0**-23
 TILES = [(8, 4), (16, 4), (32, 4), (64, 4), (64, 8), (32, 2), (16, 2)]
 CASES = [("plain", 1, ()), ("paired", 2, ()), ("key offset", 2, ((64, 128),))]
 
 
+def formulas(qkv, heads, cos, sin, eps, key_offset=()):
+    """The same as plain operators: norm and rotation in the dtype of qkv, neighbours as pairs."""
+    qk, v = qkv.unflatten(-1, (3, heads, -1)).split((2, 1), dim=2)
+    qk = F.rms_norm(qk, qk.shape[-1:], eps=eps)
+    x, y = qk.flatten(2).unflatten(-1, (-1, cos.size(-1), 2)).unbind(-1)
+    cos, sin = (t[:, None].to(qkv.dtype) for t in (cos, sin))
+    turned = torch.stack((x * cos + y * sin, y * cos - x * sin), dim=-1)
+    q, k = turned.view(qk.shape).unbind(2)
+    return q, offset_keys(k, key_offset) if key_offset else k, v.squeeze(2).contiguous()
+
+
 def works(tokens, together, key_offset):
     """(forward, forward and backward) by the kernel and by the compiled formulas."""
-    qkv = torch.randn(1, tokens, 3 * HEADS * HEAD_DIM, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    angle = torch.rand(tokens, together * HEAD_DIM // 2, device="cuda") * 6
-    angle[:, torch.arange(together * HEAD_DIM // 2) % (HEAD_DIM // 2) >= HEAD_DIM // 4] = 0
-    numbers = HEADS, angle.cos(), angle.sin(), EPS, torch.bfloat16, "neighbours"
-    grads = [torch.randn(1, tokens, HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
-
-    def formulas(qkv):
-        q, k, v = ops._plain(qkv, *numbers)
-        return q, ops.offset_keys(k, key_offset) if key_offset else k, v.contiguous()
-
-    fused = partial(ops.qk_norm_rotary, qkv, *numbers, key_offset=key_offset, turning=HEAD_DIM // 4)
-    compiled = partial(torch.compile(formulas, dynamic=False), qkv)
+    qkv, *tables, grads = projected(Sizes(tokens=tokens), together)
+    fused = partial(
+        qk_norm_rotary, qkv, HEADS, *tables, EPS, torch.bfloat16, "neighbours", key_offset=key_offset,
+        turning=HEAD_DIM // 4,
+    )  # fmt: skip
+    compiled = partial(torch.compile(formulas, dynamic=False), qkv, HEADS, *tables, EPS, key_offset)
     return {
         name: (forward, lambda forward=forward: torch.autograd.grad(forward(), qkv, grads))
         for name, forward in (("kernel", fused), ("compiled", compiled))

@@ -7,13 +7,12 @@ graph, so that the host's time does not count. --tiles times a list of tiles ins
 """
 
 import argparse
-import statistics
 from pathlib import Path
 
 import torch
 
 from benchmarks.bench_optim import copy_rate, matmul_rate
-from benchmarks.harness import write_rows
+from benchmarks.harness import graph_ms, write_rows
 from nanosprint.kernels.symmetric import Operand, product
 from nanosprint.kernels.tuning import Tile, full_tile, symmetric_tile
 from nanosprint.ops.symmetric import xtx, xxt
@@ -23,24 +22,9 @@ SQUARE = (Tile(128, 128, 64, 3, 4), Tile(128, 128, 64, 3, 8), Tile(128, 128, 32,
 OBLONG = (Tile(128, 128, 64, 3, 4), Tile(128, 128, 64, 3, 8), Tile(128, 256, 64, 4, 8), Tile(256, 128, 64, 3, 8))
 
 
-def graph_us(work, launches=20, repeats=9):
-    """(median, 20th, 80th percentile) microseconds of one of many launches replayed as a graph."""
-    work()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(launches):
-            work()
-    times = []
-    for _ in range(repeats + 1):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(1e3 * start.elapsed_time(end) / launches)
-    cuts = statistics.quantiles(times[1:], n=5)
-    return statistics.median(times[1:]), cuts[0], cuts[-1]
+def graph_us(work):
+    """(median, 20th, 80th percentile) microseconds of a launch."""
+    return tuple(1e3 * ms for ms in graph_ms(work))
 
 
 def cases(batch, rows, cols):

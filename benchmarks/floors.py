@@ -22,13 +22,13 @@ from functools import cached_property
 
 from torch import nn
 
-from benchmarks.bench_attention import visible_pairs
 from nanosprint.config.groups import AdamConfig, MuonConfig, ParamGroup, match_group
 from nanosprint.config.model import AttnSpec, LayerSpec
 from nanosprint.config.recipe import Recipe
 from nanosprint.config.schedule import StepPlan
 from nanosprint.model.roles import Role, collect_roles
 from nanosprint.model.techniques.paired_heads import doubled
+from nanosprint.ops.attention_backends.contract import Documents
 from nanosprint.optim.muon import matrix_shape
 from nanosprint.training.batch import ModelInput
 
@@ -49,11 +49,14 @@ class Ceilings:
         """Milliseconds to move so many bytes."""
         return 1e3 * count / self.copy
 
+    def least_ms(self, flops: float, nbytes: float, precision: str = "bf16") -> float:
+        """The larger of two times: of so many operations, and of so many bytes."""
+        return max(1e3 * flops / getattr(self, precision), self.bytes_ms(nbytes))
+
     def product_ms(self, m: int, n: int, k: int, precision: str) -> float:
         """(m, k) times (k, n), its result in bf16."""
         size = 1 if precision == "fp8" else 2
-        arithmetic = 2 * m * n * k / getattr(self, precision)
-        return max(1e3 * arithmetic, self.bytes_ms(size * (m * k + k * n) + 2 * m * n))
+        return self.least_ms(2 * m * n * k, size * (m * k + k * n) + 2 * m * n, precision)
 
 
 # By a part of the device's name. H200: products inside the published step of the record, a copy by itself.
@@ -63,6 +66,18 @@ CEILINGS = {"H200": Ceilings(bf16=790e12, fp8=1500e12, copy=4.24e12)}
 def ceilings_of(device_name: str) -> Ceilings | None:
     """Those known for a device; None where nobody has measured them."""
     return next((found for part, found in CEILINGS.items() if part in device_name), None)
+
+
+def visible_pairs(rows: int, seq_len: int, window: int | None, documents: Documents | None) -> int:
+    """Sum over tokens of the keys each sees, from the actual documents."""
+    lengths = [seq_len] * rows if documents is None else documents.cu_seqlens.diff().tolist()
+    reach = seq_len if window is None else window + 1
+
+    def pairs(length: int) -> int:
+        ramp = min(length, reach)
+        return ramp * (ramp + 1) // 2 + (length - ramp) * reach
+
+    return sum(map(pairs, lengths))
 
 
 @dataclass(frozen=True)
