@@ -11,8 +11,9 @@ lengths.
 A row for each variant and stage: milliseconds a step, tokens/s, MFU against the named peak, peak memory; seconds until
 the first step was done, which is compilation, and what torch says it went to. With a profile (the default with stages)
 also time by kernel group beside its floor (`benchmarks/floors.py`), the longest kernels, and the share of time in which
-the GPU had nothing to do. Steps follow each other as in training, without waiting for the device in between; where some
-groups are updated on every n-th step, a step is the mean of n.
+the GPU had nothing to do. Several processes that a launcher started measure together (`benchmarks/scaling.py`): a row
+has the slowest's milliseconds, what was sent, and how long no computing hid it. Steps follow each other as in training,
+without waiting for the device in between; where some groups are updated on every n-th step, a step is the mean of n.
 """
 
 import argparse
@@ -30,10 +31,13 @@ import torch
 
 from benchmarks.floors import Step, ceilings_of, floors_ms, products_line
 from benchmarks.harness import elapsed_ms, mark, synchronize, write_rows
+from benchmarks.overlap import communication, length
 from nanosprint.config.edit import apply_overrides, parse_overrides
 from nanosprint.config.recipe import Execution, Recipe
 from nanosprint.config.schedule import StepPlan
 from nanosprint.ops.fp8 import has_fp8
+from nanosprint.optim.sharding import from_all
+from nanosprint.optim.traffic import traffic
 from nanosprint.recipes import load_recipe
 from nanosprint.training import profile
 from nanosprint.training.batch import ModelInput, ModelStage, random_input
@@ -82,13 +86,14 @@ def places(recipe: Recipe, stages: str | None, stage: int | None) -> list[Place]
 class Bench:
     """A variant of a recipe, built; its places are measured one after the other, in the order of the run."""
 
-    def __init__(self, name: str, words: dict[str, str]) -> None:
+    def __init__(self, name: str, words: dict[str, str], world: World | None = None) -> None:
+        """world: of processes that train together, each of which builds a bench like this; None: this one alone."""
         started = time.perf_counter()
         self.recipe = load_recipe(name, {k: v for k, v in words.items() if not k.startswith("exec.")})
         wanted = {k.removeprefix("exec."): v for k, v in words.items() if k.startswith("exec.")}
         execution = apply_overrides(Execution(), wanted)
-        self.device = pick_device(execution.device)
-        world = World(0, 1, self.device)
+        self.world = world = world or World(0, 1, pick_device(execution.device))
+        self.device = world.device
         set_threads(execution, world)
         self.execution = resolve(execution, self.recipe, world)
         self.state = build_state(self.recipe, self.execution, 0, self.device)
@@ -96,6 +101,7 @@ class Bench:
         self.stage = ModelStage(self.state.model)
         synchronize()
         self.about = {"benchmark": "step", "recipe": name, "variant": words, "compute": self.execution.compute}
+        self.about["gpus"] = world.size
         self.about["build_s"] = time.perf_counter() - started
 
     @property
@@ -108,12 +114,13 @@ class Bench:
         return replace(self.recipe.plan(min(place.start + i, place.end - 1)), step=place.start + i)
 
     def inputs(self, plan: StepPlan) -> list[ModelInput]:
-        """All micro-batches of a step, each with documents of its own."""
+        """All micro-batches of a step that this process has, each with documents of its own."""
         parts, scale = self.execution.parts_per_microbatch, self.stage.enter(plan)
         assert isinstance(parts, int)
         rows = rows_of(plan.batch_tokens, self.recipe, self.execution)
         count = micro_batches_of(plan.batch_tokens, self.recipe.train.lanes, self.execution) * parts
-        return [random_input(self.recipe, plan, rows, self.device, scale, parts, seed) for seed in range(count)]
+        seeds = range(self.world.rank * count, (self.world.rank + 1) * count)
+        return [random_input(self.recipe, plan, rows, self.device, scale, parts, seed) for seed in seeds]
 
     def steps(self, place: Place) -> tuple[Callable[[], None], list[ModelInput]]:
         """A function that does the next step whenever it is called, from the place's first on, and its inputs."""
@@ -126,29 +133,44 @@ class Bench:
         return step, inputs
 
     def measure(self, place: Place, steps: int, profile_steps: int) -> dict[str, Any]:
-        """A row. `steps` of every kind are timed; `profile_steps` are then profiled, rounded up to whole periods."""
+        """A row. `steps` of every kind are timed; `profile_steps` are then profiled, rounded up to whole periods.
+
+        Every process must call it.
+        """
         step, inputs = self.steps(place)
         first_s, phases = first_call(step)
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()  # what compilation took is gone by now
         for _ in range(WARM_UP * self.period):
             step()
-        ms = self._time(step, steps)
-        plan = self.plan(place, 0)
+        ms = max(from_all(self._time(step, steps)))
+        plan, size = self.plan(place, 0), self.world.size
+        memory = torch.cuda.max_memory_allocated() / 2**30 if self.device.type == "cuda" else None
         ceiling = peak(self.device, self.execution.compute)
         flops = 1e3 * self.state.model.flops_per_token(plan.seq_len, plan.windows) * plan.batch_tokens / ms
         row = {
             **self.about, "stage": place.name, "step": place.start, "ms": ms, "batch_tokens": plan.batch_tokens,
             "us_per_token": 1e3 * ms / plan.batch_tokens, "tokens_per_s": 1e3 * plan.batch_tokens / ms,
-            "mfu": flops / ceiling.flops if ceiling.flops else None, "peak": ceiling.source,
+            "mfu": flops / ceiling.flops / size if ceiling.flops else None, "peak": ceiling.source,
             "tokens_per_microbatch": plan.batch_tokens
-            // micro_batches_of(plan.batch_tokens, self.recipe.train.lanes, self.execution),
-            "memory_gib": torch.cuda.max_memory_allocated() / 2**30 if self.device.type == "cuda" else None,
+            // (size * micro_batches_of(plan.batch_tokens, self.recipe.train.lanes, self.execution)),
+            "memory_gib": None if memory is None else max(from_all(memory)), "steps_of_run": place.end - place.start,
             "first_step_s": first_s, "compile_s": phases, "mean_document": mean_document(inputs),
         }  # fmt: skip
         if profile_steps:
             row.update(self._profile(step, inputs, plan, ms, profile_steps))
+        if size > 1:
+            row.update(self._sent(ms))
         return row
+
+    def _sent(self, ms: float) -> dict[str, Any]:
+        """Megabytes a step that a process sends, at most, and the GB/s on average; None where the data decide."""
+        try:
+            parts = traffic(self.state.engine.moving, self.world.size)
+        except ValueError:  # sparse look-ups
+            return {"sent_mb": None, "sent_gb_per_s": None}
+        megabytes = sum(part.sent for part in parts) / 1e6
+        return {"sent_mb": megabytes, "sent_gb_per_s": megabytes / ms, "messages": sum(p.messages for p in parts)}
 
     def _time(self, step: Callable[[], None], steps: int) -> float:
         """Milliseconds of a step: the median of each kind of step, and the mean of those."""
@@ -164,13 +186,23 @@ class Bench:
     def _profile(
         self, step: Callable[[], None], inputs: list[ModelInput], plan: StepPlan, ms: float, steps: int
     ) -> dict[str, Any]:
-        """Time by kernel group and, on a GPU, what the groups take at least and the share in which it is idle."""
-        kernels = profile.profile_work(step, self.device, -(-steps // self.period) * self.period)
+        """Time by kernel group and, on a GPU, what the groups take at least and the share in which it is idle.
+
+        Of this process; communication of each of them.
+        """
+        steps = -(-steps // self.period) * self.period
+        kernels, spans = profile.profile_work(step, self.device, steps)
         groups = profile.by_group(kernels)
         row: dict[str, Any] = {"groups_ms": groups, "kernels": kernels, "idle": None, "floors_ms": {}}
+        if self.world.size > 1:
+            everyone = from_all(communication(spans, steps))
+            row["communication_ms"] = [theirs and theirs.total for theirs in everyone]
+            row["exposed_ms"] = [theirs and theirs.exposed for theirs in everyone]
         if self.device.type != "cuda":
             return row
-        row["idle"] = max(0.0, 1 - sum(groups.values()) / ms)
+        row["idle"] = max(0.0, 1 - length(span[1:] for span in spans) / steps / ms)
+        if self.world.size > 1:
+            return row  # floors are of a whole step
         ceilings = ceilings_of(torch.cuda.get_device_name(self.device))
         if ceilings is not None:
             fp8 = self.execution.fp8 != "off" and has_fp8(self.device)
@@ -212,11 +244,14 @@ def show(row: dict[str, Any], top: int) -> str:
     mfu = "unknown" if row["mfu"] is None else f"{row['mfu']:.1%}"
     memory = "" if row["memory_gib"] is None else f"  {row['memory_gib']:.1f} GiB"
     idle = "" if row.get("idle") is None else f"  idle {row['idle']:.1%}"
+    hidden = [ms for ms in row.get("exposed_ms", []) if ms is not None]
+    exposed = f"  communication exposed {min(hidden):.2f} to {max(hidden):.2f} ms" if hidden else ""
     documents = "" if row["mean_document"] is None else f"  documents of {row['mean_document']:.0f}"
     phases = "  ".join(f"{phase} {seconds:.1f}" for phase, seconds in row["compile_s"].items())
     lines = [
         f"{row['stage']}: {row['ms']:.1f} ms  {row['us_per_token']:.3f} us/token  {row['tokens_per_s']:,.0f} tokens/s  "
-        f"MFU {mfu}{memory}{idle}  micro-batches of {row['tokens_per_microbatch']:,}{documents}  {row['compute']}",
+        f"MFU {mfu}{memory}{idle}{exposed}  micro-batches of {row['tokens_per_microbatch']:,}{documents}  "
+        f"{row['compute']}",
         f"  start-up: built {row['build_s']:.1f} s  first step {row['first_step_s']:.1f} s, of it {phases}",
     ]
     if "kernels" in row:

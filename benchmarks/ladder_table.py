@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.markdown import between, or_dash, table
 from nanosprint.recipes import all_recipes
 
 Row = dict[str, Any]
@@ -17,8 +18,8 @@ def write_table(results: Path, doc: Path) -> str:
     rows = read_rows(results)
     tables = {"full": full_table(rows), "worth": worth_tables(rows)}
     text = doc.read_text()
-    for name, table in tables.items():
-        text = between(text, f"<!-- {name} -->", f"<!-- /{name} -->", table)
+    for name, content in tables.items():
+        text = between(text, f"<!-- {name} -->", f"<!-- /{name} -->", content)
     doc.write_text(text)
     return "\n\n".join(tables.values())
 
@@ -30,22 +31,13 @@ def read_rows(results: Path) -> list[Row]:
     return sorted(rows, key=lambda row: (_place(order, row["rung"]), row["setting"], row["seed"]))
 
 
-def between(text: str, start: str, stop: str, content: str) -> str:
-    """`text` with `content` in place of what stands between two marks. Raises ValueError where one is missing."""
-    before, found, rest = text.partition(start)
-    _, ends, after = rest.partition(stop)
-    if not found or not ends:
-        raise ValueError(f"no {start} ... {stop} to write a table between: add both marks")
-    return f"{before}{start}\n\n{content}\n\n{stop}{after}"
-
-
 def full_table(rows: Iterable[Row]) -> str:
     """Speed and size of each rung; the newest row of each."""
     columns: list[tuple[str, Callable[[Row], str]]] = [
         ("rung", lambda row: f"`{row['rung']}`"),
         ("tokens/s", lambda row: f"{row['tokens_per_s']:,.0f}"),
-        ("MFU", lambda row: _or_dash(row["mfu"], "{:.1%}")),
-        ("peak memory, GiB", lambda row: _or_dash(row["memory_gib"], "{:.1f}")),
+        ("MFU", lambda row: or_dash(row["mfu"], "{:.1%}")),
+        ("peak memory, GiB", lambda row: or_dash(row["memory_gib"], "{:.1f}")),
         ("start-up, s", lambda row: f"{row['startup_s']:.0f}{'' if row['cold'] else ' (cached)'}"),
         ("steps", lambda row: str(row["steps"])),
         ("attention", lambda row: str(row["execution"]["attention"])),
@@ -54,9 +46,7 @@ def full_table(rows: Iterable[Row]) -> str:
     chosen = [row for row in rows if row["kind"] == "full"]
     if not chosen:
         return "Not measured yet."
-    return _table([name for name, _ in columns], [[show(row) for _, show in columns] for row in chosen]) + _about(
-        chosen
-    )
+    return table([name for name, _ in columns], [[show(row) for _, show in columns] for row in chosen]) + _about(chosen)
 
 
 def worth_tables(rows: Iterable[Row]) -> str:
@@ -82,7 +72,7 @@ def _worth_table(setting: str, rows: list[Row]) -> str:
         lines.append(
             [
                 f"`{rung}`",
-                *(_or_dash(by_seed.get(seed), "{:.4f}") for seed in seeds),
+                *(or_dash(by_seed.get(seed), "{:.4f}") for seed in seeds),
                 f"{statistics.mean(losses[rung]):.4f}",
                 f"{max(losses[rung]) - min(losses[rung]):.4f}" if len(own) > 1 else "-",
                 _difference(losses, rung, parent),
@@ -93,7 +83,7 @@ def _worth_table(setting: str, rows: list[Row]) -> str:
         )
     head = ["rung", *(f"seed {seed}" for seed in seeds), "mean", "spread", "to parent", f"to {_BASE}"]
     head += ["tokens, M", "training, s"]
-    return f"**Budget {setting}**\n\n" + _table(head, lines) + _about(rows)
+    return f"**Budget {setting}**\n\n" + table(head, lines) + _about(rows)
 
 
 def _difference(losses: dict[str, list[float]], rung: str, other: str | None) -> str:
@@ -113,15 +103,6 @@ def _about(rows: Sequence[Row]) -> str:
         f"\n\n{', '.join(sorted(devices))}; torch {', '.join(sorted(torches))}; "
         f"{', '.join(sorted(targets))} validation targets; commit {', '.join(sorted(commits))}."
     )
-
-
-def _table(head: list[str], lines: list[list[str]]) -> str:
-    rows = [head, ["---"] * len(head), *lines]
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
-
-
-def _or_dash(value: float | None, form: str) -> str:
-    return "-" if value is None else form.format(value)
 
 
 def _place(order: list[str], rung: str) -> int:

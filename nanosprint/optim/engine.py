@@ -67,9 +67,18 @@ class Engine:
         self._launches.arm(self._launch(part) for part in self.parts if self._takes_part(part, plan))
         self._begun = plan
 
+    @property
+    def moving(self) -> list[Part]:
+        """The parts that are reduced and updated, each when it is due: all but an embedding that is still tied."""
+        return [part for part in self.parts if not self._follows(part)]
+
     def _takes_part(self, part: Part, plan: StepPlan) -> bool:
-        """Whether it is reduced and updated at this step: a tied embedding only follows."""
-        return part.due(plan) and (self._tie is None or not self._tie.holds or part is not self._tie.embed)
+        """Whether it is reduced and updated at this step."""
+        return part.due(plan) and not self._follows(part)
+
+    def _follows(self, part: Part) -> bool:
+        """Whether it only ever copies another: an embedding while it is tied to the head."""
+        return self._tie is not None and self._tie.holds and part is self._tie.embed
 
     def _launch(self, part: Part) -> tuple[list[Tensor], Callable[[], None]]:
         """The gradients that a part's reduction waits for, and what launches it."""

@@ -138,6 +138,14 @@ def from_first(value: Any) -> Any:
     return box[0]
 
 
+def from_all(value: Any) -> list[Any]:
+    """Every process's `value`, in the order of ranks, on every process. Every process must call it."""
+    values = [value] * place()[1]
+    if len(values) > 1:
+        dist.all_gather_object(values, value)
+    return values
+
+
 def gather_sparse(gradient: Tensor | None, table: Tensor) -> Tensor:
     """All processes' look-ups of a table, one behind the other in the order of ranks; uncoalesced.
 

@@ -135,14 +135,26 @@ def profiled(folder: Path | None, device: torch.device) -> Iterator[StepProfiler
         yield profiler
 
 
-def profile_work(work: Callable[[], None], device: torch.device, repeats: int) -> list[Kernel]:
-    """The kernels of `work`, per call, from `repeats` calls. The device must be idle; it is when this returns."""
+class Span(NamedTuple):
+    """One run of a kernel on a GPU: from when to when, in ms on the profiler's time line."""
+
+    name: str
+    start: float
+    end: float
+
+
+def profile_work(work: Callable[[], None], device: torch.device, repeats: int) -> tuple[list[Kernel], list[Span]]:
+    """The kernels of `work`, per call, from `repeats` calls; and on a GPU every run of one, in all of the calls.
+
+    The device must be idle; it is when this returns.
+    """
     with torch.profiler.profile(activities=_activities(device)) as profiler:
         for _ in range(repeats):
             work()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-    return kernels_of(profiler.key_averages(), device.type == "cuda", repeats)
+    kernels = kernels_of(profiler.key_averages(), device.type == "cuda", repeats)
+    return kernels, spans_of(profiler.events()) if device.type == "cuda" else []
 
 
 def _activities(device: torch.device) -> list[torch.profiler.ProfilerActivity]:
@@ -154,15 +166,31 @@ def kernels_of(events: Any, on_gpu: bool, steps: int) -> list[Kernel]:
     """The profiler's averages over `steps` steps as kernels of one step, the longest first."""
     kernels = []
     for event in events:
-        if on_gpu and event.device_type != torch.autograd.DeviceType.CUDA:
-            continue  # the launching operators: their time is that of the kernels
-        # A span that somebody named: what is in it is counted already. Older torch does not mark them.
-        if getattr(event, "is_user_annotation", False) or event.key.startswith("ProfilerStep"):
+        if (on_gpu and not _on_gpu(event)) or _is_named(event):
             continue
         ms = (event.self_device_time_total if on_gpu else event.self_cpu_time_total) / 1000 / steps
         if ms > 0:
             kernels.append(Kernel(event.key, ms, event.count / steps))
     return sorted(kernels, key=lambda kernel: -kernel.ms)
+
+
+def spans_of(events: Any) -> list[Span]:
+    """Every run of a kernel on the GPU among the profiler's events, in the order of their beginning."""
+    spans = []
+    for event in events:
+        if _on_gpu(event) and not _is_named(event):
+            spans.append(Span(event.key, event.time_range.start / 1000, event.time_range.end / 1000))
+    return sorted(spans, key=lambda span: span.start)
+
+
+def _on_gpu(event: Any) -> bool:
+    """Not an operator that launches: its time is that of its kernels."""
+    return bool(event.device_type == torch.autograd.DeviceType.CUDA)
+
+
+def _is_named(event: Any) -> bool:
+    """A stretch of time that somebody named: what is in it is counted already. Older torch does not mark them all."""
+    return bool(getattr(event, "is_user_annotation", False)) or event.key.startswith(("ProfilerStep", "nccl:"))
 
 
 def by_group(kernels: Iterable[Kernel]) -> dict[str, float]:

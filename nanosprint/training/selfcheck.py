@@ -18,10 +18,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from nanosprint.data.shards import open_shard
 from nanosprint.errors import UserError
-from nanosprint.optim.sharding import all_gather, reduce_scatter
+from nanosprint.optim.sharding import all_gather, from_all, reduce_scatter
 from nanosprint.training.distributed import World
 from nanosprint.training.environment import PACKAGE, versions
 from nanosprint.training.request import RunRequest
@@ -53,8 +54,7 @@ def check_data(data: Data, world: World) -> None:
 
 def require_same(facts: Mapping[str, Any], world: World) -> None:
     """Raise UserError on every process unless all have the same facts. Every process must call it."""
-    everyone: list[Any] = [None] * world.size
-    dist.all_gather_object(everyone, (socket.gethostname(), dict(facts)))
+    everyone = from_all((socket.gethostname(), dict(facts)))
     names = list(dict.fromkeys(name for _, theirs in everyone for name in theirs))
     differing = [name for name in names if len({str(theirs.get(name, "missing")) for _, theirs in everyone}) > 1]
     if not differing:
@@ -117,6 +117,20 @@ def _check_collectives(device: torch.device) -> None:
                 f"{device}): {found.cpu().tolist()[:4]} in place of {expected.tolist()[:4]}. The connection between "
                 "the GPUs or hosts cannot be relied upon; NCCL_DEBUG=INFO shows it, NCCL_P2P_DISABLE=1 avoids one kind"
             )
+
+
+def differing_weights(model: nn.Module) -> list[str]:
+    """The parameters that are not bit for bit the same on all processes; the same answer on each.
+
+    By checksums, so a second or two for each billion bytes. Every process must call it.
+    """
+    first, *others = from_all({name: _bits_checksum(weight) for name, weight in model.named_parameters()})
+    return [name for name, checksum in first.items() if any(theirs[name] != checksum for theirs in others)]
+
+
+def _bits_checksum(tensor: Tensor) -> str:
+    bits = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    return sha256(bits.cpu().numpy().data).hexdigest()
 
 
 def code_checksum(package: Path = PACKAGE) -> str:
