@@ -103,6 +103,7 @@ def train(args: argparse.Namespace, gpus: int, rows: Path) -> str | None:
             failure = run([*train_command(args, gpus, again), "--max-steps", "1"], args.limit, more)
             if failure is None:
                 row["warm_start_s"] = RunRecord.load(again).startup_ms / 1000
+            shutil.rmtree(again, ignore_errors=True)  # gigabytes of checkpoints
     write_rows([row], rows)
     return failure and f"the second start {failure}"
 
@@ -111,14 +112,15 @@ def training_row(run: Path) -> dict[str, Any]:
     """What a run directory, or a record with its metrics beside it, says of a whole training."""
     record = RunRecord.load(run)
     metrics = run / "metrics.jsonl" if run.is_dir() else _metrics_beside(run)
-    curve = {}
-    if metrics.exists():
-        curve = {line["step"]: line["loss"] for line in read_metrics(metrics) if line["kind"] == "val"}
+    lines = list(read_metrics(metrics)) if metrics.exists() else []
+    curve = {line["step"]: line["loss"] for line in lines if line["kind"] == "val"}
+    differing = [line["differing"] for line in lines if line.get("name") == "agreement"]
     return {
         "benchmark": "training", "recipe": record.recipe["name"], "gpus": record.world_size, "seed": record.seed,
         "status": record.status, "steps": record.steps, "tokens": record.tokens, "train_s": record.train_ms / 1000,
         "startup_s": record.startup_ms / 1000, "tokens_per_s": record.tokens_per_s, "energy_j": record.energy_j,
-        "val_loss": record.val_loss, "val_curve": sorted(curve.items()), "execution": record.execution,
+        "val_loss": record.val_loss, "val_curve": sorted(curve.items()),
+        "differing": differing[-1] if differing else None, "execution": record.execution,
         "memory_gib": None if record.peak_memory_bytes is None else record.peak_memory_bytes / 2**30,
         "measured": {"commit": record.commit, "dirty": record.dirty, "versions": record.versions,
                      "devices": record.devices},

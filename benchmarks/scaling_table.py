@@ -43,7 +43,8 @@ def _tables_of(rows: list[Row]) -> str:
         texts.append(steps_table(steps))
     if runs:
         texts.append(training_table(runs))
-    texts += agreement(newest((row for row in rows if row["benchmark"] == "agreement"), "gpus"))
+    compared = newest((row for row in rows if row["benchmark"] == "agreement"), "gpus")
+    texts += agreement(compared, "After the steps measured") + agreement(runs, "At the end of training")
     return "\n\n".join([*texts, _about(rows)])
 
 
@@ -154,18 +155,17 @@ def _most_apart(row: Row, other: Row) -> float | None:
     return max((abs(loss - losses[step]) for step, loss in row["val_curve"] if step in losses), default=None)
 
 
-def agreement(rows: Iterable[Row]) -> list[str]:
-    """A sentence for each number of processes that were compared."""
+def agreement(rows: Iterable[Row], when: str) -> list[str]:
+    """A sentence for each number of processes whose weights were compared."""
     said = []
     for row in rows:
-        if row["gpus"] > 1 and row["differing"]:
+        if row["gpus"] == 1 or row["differing"] is None:
+            continue
+        verdict = "all parameters are the same bits on every rank"
+        if row["differing"]:
             some = ", ".join(row["differing"][:5])
-            said.append(f"On {row['gpus']} GPUs {len(row['differing'])} parameters **differ** between ranks: {some}.")
-        elif row["gpus"] > 1:
-            count = f"{row['num_weights']:,}"
-            said.append(
-                f"After these steps on {row['gpus']} GPUs all {count} parameters are the same bits on every rank."
-            )
+            verdict = f"{len(row['differing'])} parameters **differ** between ranks: {some}"
+        said.append(f"{when} on {row['gpus']} GPUs {verdict}.")
     return said
 
 

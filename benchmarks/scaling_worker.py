@@ -33,7 +33,7 @@ def measure(recipe: str, words: dict[str, str], steps: int, profile_steps: int, 
     differing = differing_weights(bench.state.model)
     if world.is_main:
         about = {"benchmark": "agreement", "recipe": recipe, "variant": words, "gpus": world.size}
-        write_rows([{**about, "differing": differing, "num_weights": bench.state.model.num_parameters()}], out)
+        write_rows([{**about, "differing": differing}], out)
     distributed.stop()
 
 

@@ -28,6 +28,7 @@ from nanosprint.training.log import RunLog, train_line
 from nanosprint.training.memory import PeakMemory
 from nanosprint.training.peak import Peak
 from nanosprint.training.profile import profiled
+from nanosprint.training.selfcheck import differing_weights
 from nanosprint.training.setup import Prepared, open_loader
 from nanosprint.training.step import train_step
 from nanosprint.training.stopping import StopRequest
@@ -100,6 +101,7 @@ class Loop:
                 if state.step == last:
                     self._try_blends()
                     self.outcome.energy_j, self.outcome.energy_reason = self.energy()
+                    self._compare_weights()
                     return self.outcome
                 if not self.clock.running:
                     self.clock.start()
@@ -224,6 +226,17 @@ class Loop:
             loss = self._score().loss
             self.log.event("blend", step=step, blend=blend, loss=loss, message=f"blend {blend:g}: val loss {loss:.5f}")
         engine.blend(average.blend)
+
+    def _compare_weights(self) -> None:
+        """Say in the log whether all processes end with the same weights, bit for bit."""
+        size, model = self.run.world.size, self.run.state.model
+        if size == 1:
+            return
+        differing = differing_weights(model)
+        told = f"all {model.num_parameters():,} parameters are the same bits on {size} processes"
+        if differing:
+            told = f"{len(differing)} parameters differ between the {size} processes: {', '.join(differing[:8])}"
+        self.log.event("agreement", step=self.run.state.step, differing=differing, message=told)
 
     def _score(self) -> Validation:
         """The validation of the present weights. It reads no FP8 copies, so they need not be renewed for it."""

@@ -1,5 +1,6 @@
 """Who tells what, and who ends: several watches at one store, in one process."""
 
+import math
 import threading
 import time
 
@@ -93,7 +94,7 @@ def test_a_broken_connection_is_explained(watches):
 
 def test_processes_that_do_not_agree_are_named(monkeypatch):
     everyone = [("a", {"torch": "2.11"}), ("a", {"torch": "2.11"}), ("b", {"torch": "2.10"}), ("b", {})]
-    monkeypatch.setattr(dist, "all_gather_object", lambda into, _: into.__setitem__(slice(None), everyone))
+    monkeypatch.setattr(selfcheck, "from_all", lambda _: everyone)
     world = distributed.World(0, 4, torch.device("cpu"))
     expected = (
         r"do not agree on torch: 2.11 on processes 0-1 \(a\); 2.10 on process 2 \(b\); missing on process 3 \(b\)"
@@ -113,6 +114,27 @@ def test_a_sum_that_comes_out_wrong_is_found(monkeypatch):
             selfcheck._check_collectives(torch.device("cpu"))
     finally:
         dist.destroy_process_group()
+
+
+def test_weights_that_differ_in_a_bit_are_named(monkeypatch):
+    """Another process's are those of a copy; NaN equals itself, and 0 is not -0."""
+    one, other = (torch.nn.Module() for _ in range(2))
+    for model in (one, other):
+        for name, values in (("a", [1.0, math.nan]), ("b", 3.0), ("c", [[0.0, 5.0, 7.0], [1.0, 1.0, 1.0]])):
+            model.register_parameter(name, torch.nn.Parameter(torch.tensor(values).t().bfloat16()))
+    sent = []
+    monkeypatch.setattr(selfcheck, "from_all", lambda mine: sent.append(mine) or [mine, *sent])
+    assert selfcheck.differing_weights(other) == []
+    assert selfcheck.differing_weights(one) == []
+    with torch.no_grad():
+        other.c[0, 0] = -0.0
+    assert selfcheck.differing_weights(other) == ["c"]
+    with torch.no_grad():
+        other.c[0, 0] = 0.0
+        other.b += 2**-6  # the last bit of 3 in bf16
+    sent.clear()
+    selfcheck.differing_weights(other)
+    assert selfcheck.differing_weights(one) == ["b"]
 
 
 def test_samples_of_a_shard_tell_other_data(tmp_path):
