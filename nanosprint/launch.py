@@ -40,6 +40,7 @@ def launch(request: RunRequest, run_dir: RunDir, *, resume: bool, started: float
         run_id=run_dir.name,
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
+        local_addr="localhost",  # not the host's name, which need not lead anywhere
         max_restarts=0,
         monitor_interval=0.2,
         start_method="spawn",
