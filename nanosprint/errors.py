@@ -15,6 +15,10 @@ class UserError(ValueError):
     """A mistake in what was asked for; the message names the value and the remedy."""
 
 
+class OutOfMemory(UserError):
+    """A GPU's memory does not hold what was asked for."""
+
+
 class DivergedError(RuntimeError):
     """The loss became NaN or infinite. `step` is the first optimizer step (from 1) whose loss was not finite."""
 
@@ -50,6 +54,12 @@ def exit_code(error: BaseException) -> int | None:
     if isinstance(error, ValueError):
         return EXIT_USAGE
     return EXIT_FAILED if isinstance(error, OSError | LostProcess) else None
+
+
+def lacks_memory(error: BaseException) -> bool:
+    """Whether a GPU's memory was too short, as we, torch or a library of CUDA's say it."""
+    said = str(error) if isinstance(error, RuntimeError) else ""
+    return isinstance(error, OutOfMemory) or "out of memory" in said or "ALLOC_FAILED" in said
 
 
 def tell(message: object) -> None:

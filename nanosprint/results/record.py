@@ -86,6 +86,7 @@ class RunRecord:
     series: Series | None
     created: str  # ISO 8601 with the offset from UTC
     clock_graphs: int | None = None  # compiled while the clock ran; None: by a version that did not count them
+    shared_graphs: bool | None = None  # those of a run before it in its process served: `startup_ms` is no cold start
     schema: int = SCHEMA
 
     def __post_init__(self) -> None:

@@ -33,6 +33,7 @@ from nanosprint.training.log import RunLog
 from nanosprint.training.loop import Loop
 from nanosprint.training.peak import Peak, peak
 from nanosprint.training.request import RunRequest, save_request, start_run, timestamp
+from nanosprint.training.reuse import Kept, release_memory
 from nanosprint.training.selfcheck import check_data, check_processes
 from nanosprint.training.setup import Data, Prepared, find_data, out_of_memory, prepare
 from nanosprint.training.watch import Watch, open_watch
@@ -79,19 +80,24 @@ def carry_out(
     resume: bool = False,
     console: bool = False,
     started: float | None = None,
+    kept: Kept | None = None,
 ) -> RunRecord:
     """Train what `request` asks for, from its checkpoint with `resume`, and write the record into `run_dir`.
 
     `run_dir` is None on every process but the main one, which tells the others; all get its record.
-    `started` is the time.time() of the command, for the start-up time.
+    `started` is the time.time() of the command, for the start-up time. `kept`: of the runs before it in this process,
+    whose graphs serve again where they are the same; what this run leaves is in it afterwards.
+    Raises ValueError where `kept` is given to one of several processes.
     """
     started = time.time() if started is None else started
+    if kept is not None and distributed.launched_rank() is not None:
+        raise ValueError("several runs in one process are for one process: start each under torchrun by itself")
     world = distributed.start(request.execution.device, request.execution.timeout_s)
     with open_watch(world.rank, world.size, request.execution.timeout_s) as watch, _taken(run_dir):
         check_processes(request, world)
         request, path = from_first((request, run_dir and str(run_dir.path)))
         session = _Session(request, RunDir(Path(path)), world, watch, resume, console, started)
-        record: RunRecord = from_first(session.run())
+        record: RunRecord = from_first(session.run(kept))
     # After an error the group is left standing: closing it would wake the others with errors of their own, and the
     # first to speak would not be the one that knows.
     distributed.stop()
@@ -107,16 +113,10 @@ def carry_out_in_turn(
     is bit for bit what it would be by itself (on a CPU; on a GPU as far as that is repeatable). What a run raises ends
     the series: its run directory tells. Raises ValueError under torchrun.
     """
-    if distributed.launched_rank() is not None:
-        raise ValueError("several runs in one process are for one process: start each under torchrun by itself")
-    warm: Prepared | None = None
+    kept = Kept()
     for request, run_dir in zip(requests, run_dirs, strict=True):
-        world = distributed.start(request.execution.device, request.execution.timeout_s)
-        with _taken(run_dir):
-            session = _Session(request, run_dir, world, None, False, console, time.time())
-            record = session.run(warm)
-            warm = session.prepared
-        assert record is not None, "this is the main process"
+        record = carry_out(request, run_dir, console=console, kept=kept)
+        release_memory()
         yield record
 
 
@@ -136,7 +136,6 @@ class _Session:
         self.request, self.run_dir, self.world, self.started = request, run_dir, world, started
         self.watch = watch
         self.resume = resume
-        self.prepared: Prepared | None = None
         self.began_before = run_dir.metrics_path.exists()
         self.graphs = GraphCounter()
         self.environment = environment()
@@ -154,14 +153,15 @@ class _Session:
             run_dir, rank=world.rank, console=display, wandb=request.wandb, tensorboard=request.tensorboard
         )
 
-    def run(self, warm: Prepared | None = None) -> RunRecord | None:
-        """Train; the record, on the main process. warm: see `prepare`."""
+    def run(self, kept: Kept | None = None) -> RunRecord | None:
+        """Train; the record, on the main process. kept: see `carry_out`."""
+        wanted = self.request.execution
         with self.log:
             try:
                 data = find_data(self.request)
                 check_data(data, self.world)
                 saved = self._saved()
-                prepared = self.prepared = prepare(self.request, self.world, data, warm)
+                prepared = prepare(self.request, self.world, data, kept)
                 if self.world.is_main:
                     save_tokenizer(data.tokenizer, self.run_dir.path)  # for sampling where the data is not
             except Exception as error:
@@ -169,7 +169,11 @@ class _Session:
                 self.log.event("failed", show=False, message=str(told) or type(told).__name__)
                 raise told from error
             self._settle(prepared)
-            return self._train(prepared, saved)
+            try:
+                return self._train(prepared, saved)
+            finally:
+                if kept is not None:
+                    kept.put(wanted, prepared.request, prepared.state.model, prepared.loss_sum)
 
     def _saved(self) -> dict[str, Any] | None:
         """The checkpoint to go on from, the same on every process."""
@@ -282,6 +286,7 @@ class _Session:
             series=request.series,
             created=request.created,
             clock_graphs=self.graphs.count,
+            shared_graphs=loop.run.shares_graphs,
         )
 
     def _described(self) -> str:

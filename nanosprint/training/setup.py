@@ -17,7 +17,7 @@ from nanosprint.data.datasets import ensure_dataset
 from nanosprint.data.loader import TokenLoader
 from nanosprint.data.shards import checksum, find_shards, open_shard
 from nanosprint.data.tokenizers import Tokenizer, load_tokenizer
-from nanosprint.errors import UserError
+from nanosprint.errors import OutOfMemory, UserError
 from nanosprint.model.context import NO_CONTEXT, Context
 from nanosprint.model.gpt import GPT
 from nanosprint.model.head import HeadLoss
@@ -33,6 +33,7 @@ from nanosprint.training.microbatch import lanes_of, resolved, smaller
 from nanosprint.training.precompile import compile_ahead
 from nanosprint.training.request import Budget, RunRequest
 from nanosprint.training.resolve import resolve
+from nanosprint.training.reuse import Kept, moved_into
 from nanosprint.training.state import TrainState, build_engine
 from nanosprint.training.step import LossSum
 from nanosprint.training.warmup import measure_step_ms, warm_up, warm_up_eagerly
@@ -64,6 +65,7 @@ class Prepared:
     data: Data
     state: TrainState
     loss_sum: LossSum
+    shares_graphs: bool  # whether those of an earlier run of this process serve
 
     @property
     def recipe(self) -> Recipe:
@@ -92,17 +94,18 @@ def find_data(request: RunRequest) -> Data:
     return Data(folder, find_shards(folder, "train"), find_shards(folder, "val"), tokenizer)
 
 
-def prepare(request: RunRequest, world: World, data: Data, warm: Prepared | None = None) -> Prepared:
+def prepare(request: RunRequest, world: World, data: Data, kept: Kept | None = None) -> Prepared:
     """Build, compile and warm up. The time this takes is start-up, not training.
 
-    warm: an earlier run of this process, which is over: where its graphs are those of this one, they serve again, and
-    the run is bit for bit what it would be in a process of its own. It must not be used afterwards.
+    kept: what an earlier run of this process left: where its graphs are those of this one, they serve again, and the
+    run is bit for bit what it would be in a process of its own. For one process: with several it must be None.
     """
     set_threads(request.execution, world)
     cap_memory(request.execution, world.device)
-    execution = resolve(request.execution, request.recipe, world)
+    before = None if kept is None else kept.settled(request)
+    execution = before or resolve(request.execution, request.recipe, world)
     wanted, request = request.execution, replace(request, execution=execution)
-    shared = warm if warm is not None and _shares_graphs(warm, request) else None
+    shared = None if kept is None else kept.take(request)
     loading = _load_compiler() if execution.compilers and not shared else None
     compilers = None if shared else compile_ahead(request)
     try:
@@ -110,7 +113,7 @@ def prepare(request: RunRequest, world: World, data: Data, warm: Prepared | None
         if shared is None:
             loss_sum = compiled(state.model, execution)
         else:
-            state, loss_sum = moved_into(shared.state.model, state, request.recipe), shared.loss_sum
+            state, loss_sum = moved_into(shared.model, state, request.recipe), shared.loss_sum
         if loading is not None:
             loading.join()
         if compilers is not None:
@@ -123,31 +126,7 @@ def prepare(request: RunRequest, world: World, data: Data, warm: Prepared | None
     if request.budget is not None:
         request = fit_to_budget(request, state, loss_sum, world, data)
     gc.collect()
-    return Prepared(request, world, data, state, loss_sum)
-
-
-def _shares_graphs(warm: Prepared, request: RunRequest) -> bool:
-    """Whether what was compiled for `warm` computes the loss of `request`, whose execution is resolved."""
-    ways = ("device", "gpus", "compute", "attention", "compile", "fp8", "activation_budget")
-    same = all(getattr(warm.request.execution, way) == getattr(request.execution, way) for way in ways)
-    one, other = warm.recipe, request.recipe
-    rows = one.max_seq_len == other.max_seq_len  # rotary tables reach as far
-    return same and rows and warm.world.size == 1 and one.model == other.model and one.precision == other.precision
-
-
-@torch.no_grad()
-def moved_into(model: GPT, state: TrainState, recipe: Recipe) -> TrainState:
-    """`state`, which nothing has trained yet, with its weights and buffers in an older model of the same recipe.
-
-    Compiled code knows the older model's tensors, so these stay the same objects. For one process: hooks of several
-    would hang on them twice.
-    """
-    for own, new in zip(model.parameters(), state.model.parameters(), strict=True):
-        own.grad = None
-        own.data = new.data
-    for buffer, fresh in zip(model.buffers(), state.model.buffers(), strict=True):
-        buffer.copy_(fresh)
-    return TrainState(model, build_engine(model, recipe))
+    return Prepared(request, world, data, state, loss_sum, shared is not None)
 
 
 def _load_compiler() -> threading.Thread:
@@ -350,11 +329,11 @@ def _warm_up_within_memory(
         torch.cuda.empty_cache()
 
 
-def out_of_memory(request: RunRequest, error: BaseException) -> UserError:
+def out_of_memory(request: RunRequest, error: BaseException) -> OutOfMemory:
     """The error that says which settings to lower."""
     execution, lanes = request.execution, request.execution.lanes_per_microbatch
     name, size = ("tokens", execution.tokens_per_microbatch) if lanes == "auto" else ("lanes", lanes)
-    return UserError(
+    return OutOfMemory(
         f"out of GPU memory: lower exec.{name}_per_microbatch (now {size}) "
         f"or eval.batch_tokens (now {request.recipe.eval.batch_tokens}); with one lane of several rows, raise "
         f"exec.parts_per_microbatch (now {execution.parts_per_microbatch}), with one of a single row lower "
