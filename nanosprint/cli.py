@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from nanosprint.results.record import RunRecord
     from nanosprint.results.runs import RunDir
     from nanosprint.training.request import RunRequest
+    from nanosprint.training.reuse import Kept
 
 STARTED = time.time()
 DEBUG = "NANOSPRINT_DEBUG"  # in the environment, so that the processes of --gpus see it, too
@@ -140,7 +141,7 @@ def train(
         command=tuple(sys.argv),
         created=timestamp(),
     )
-    _carry_out(request, start_run(request, out) if _is_main() else None, resume=False)
+    carry_out(request, start_run(request, out) if _is_main() else None, resume=False)
 
 
 @cli.command()
@@ -169,7 +170,7 @@ def resume(run: Path, overrides: tuple[str, ...], gpus: int | None, device: str 
             return
     changed = _execution(request.execution, execution_words, device, _processes(gpus))
     request = resumed(request, changed)
-    _carry_out(request, run_dir if _is_main() else None, resume=True)
+    carry_out(request, run_dir if _is_main() else None, resume=True)
 
 
 @cli.command()
@@ -287,22 +288,34 @@ def import_(logs: tuple[Path, ...], out: Path, name: str | None, batch_tokens: i
         click.echo(f"imported: {run.path}")
 
 
-def _carry_out(request: "RunRequest", run_dir: "RunDir | None", *, resume: bool) -> None:
-    """Train in this process, or in several; the main one says how it ended."""
-    if request.execution.allocator in ("auto", "expandable"):
-        # Segments that grow leave fewer holes; read by torch when it is imported, ignored on a CPU.
+def set_allocator(execution: "Execution") -> None:
+    """Choose how torch divides GPU memory. Before it is imported: then it reads the environment."""
+    if execution.allocator in ("auto", "expandable"):
+        # Segments that grow leave fewer holes; ignored on a CPU.
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+
+
+def carry_out(
+    request: "RunRequest",
+    run_dir: "RunDir | None",
+    *,
+    resume: bool,
+    started: float = STARTED,
+    kept: "Kept | None" = None,
+) -> None:
+    """Train in this process, or in several; the main one says how it ended. kept: see `training.api.carry_out`."""
+    set_allocator(request.execution)
     if request.execution.gpus > 1 and not _is_launched():
         from nanosprint.launch import launch
 
         assert run_dir is not None
-        code = launch(request, run_dir, resume=resume, started=STARTED)
+        code = launch(request, run_dir, resume=resume, started=started)
         if code:
             raise SystemExit(code)
     else:
-        from nanosprint.training.api import carry_out
+        from nanosprint.training import api
 
-        carry_out(request, run_dir, resume=resume, console=True, started=STARTED)
+        api.carry_out(request, run_dir, resume=resume, console=True, started=started, kept=kept)
     if run_dir is not None:
         _summarize(run_dir)
 
@@ -377,6 +390,13 @@ def _race_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--max-steps", type=click.IntRange(1), help="Stop each run early, schedules unchanged."),
         click.option("--device", type=click.Choice(["auto", "cpu", "cuda", "mps"])),
         click.option("--gpus", type=click.IntRange(1), help="Processes of each run."),
+        click.option(
+            "--processes",
+            type=click.Choice(["shared", "each"]),
+            default="shared",
+            show_default=True,
+            help="Let seeds of a recipe share a process and its compiled graphs, or give each run its own.",
+        ),
         click.option("--data", type=click.Path(path_type=Path), help="Folder of shards.  [default: each recipe's]"),
         click.option("--out", type=click.Path(path_type=Path), help="Folder.  [default: runs/<time>-race]"),
         click.option("--keep-checkpoints", is_flag=True, help="Of finished runs; else they go, gigabytes each."),

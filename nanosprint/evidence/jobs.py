@@ -1,24 +1,25 @@
 """Jobs as processes, in order, one or several at a time: what races, ablations and the ladder's benchmark stand on.
 
-A job that fails says why and costs no other. Children live in sessions of their own, so that Ctrl-C in the terminal
-reaches the program alone, which passes it on to each of them once: a run then saves its state and ends. A second Ctrl-C
-ends them at once.
+A job that fails says why and costs no other. Runs that can share compiled graphs may share a process (workers.py).
+Children live in sessions of their own, so that Ctrl-C in the terminal reaches the program alone, which passes it on to
+each of them once: a run then saves its state and ends. A second Ctrl-C ends them at once.
 """
 
 import os
-import queue
 import signal
 import subprocess
+import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from nanosprint.errors import UserError
+from nanosprint.evidence.workers import COMMAND, Workers
 
 
 class Named(Protocol):
@@ -31,12 +32,42 @@ class Named(Protocol):
 J = TypeVar("J", bound=Named)
 
 
+class _Plan(Generic[J]):
+    """Jobs that wait for their turn. Those of a group stay where its first one went."""
+
+    def __init__(self, jobs: Sequence[J], group: Callable[[J], Hashable]) -> None:
+        self.group = group
+        self._waiting = list(jobs)
+        self._places: dict[Hashable, str | None] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def left(self) -> int:
+        return len(self._waiting)
+
+    def next_for(self, gpu: str | None) -> J | None:
+        """The first job that may run on `gpu`, which is taken; None where all others belong elsewhere."""
+        with self._lock:
+            for job in self._waiting:
+                group = self.group(job)
+                if group is None or self._places.setdefault(group, gpu) == gpu:
+                    self._waiting.remove(job)
+                    return job
+        return None
+
+    def has_more(self, job: J) -> bool:
+        """Whether others of the job's group wait."""
+        with self._lock:
+            return any(self.group(other) == self.group(job) for other in self._waiting)
+
+
 class Runner:
-    """Carries out jobs, each by a function that calls `process`; `say` is told in a line what became of each."""
+    """Carries out jobs, each by a function that calls `train` or `process`; `say` is told what became of each."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self.say = say
         self._children: set[subprocess.Popen[bytes]] = set()
+        self._workers: dict[str | None, Workers] = {}  # by GPU
         self._lock = threading.Lock()
         self._stopping = False
         self._fault: BaseException | None = None
@@ -47,23 +78,27 @@ class Runner:
         carry_out: Callable[[J, str | None], str],
         *,
         gpus: Sequence[str | None] = (None,),
+        group: Callable[[J], Hashable] = lambda _: None,
         stop_after_s: float = float("inf"),
     ) -> int:
         """Carry out `jobs` in order, as many at a time as there are `gpus`; how many were not started.
 
-        `carry_out(job, gpu)` returns what there is to say; its OSError or ValueError is the job's failure. No job is
-        started later than `stop_after_s` seconds. An exception here, such as KeyboardInterrupt, reaches the children
-        as SIGINT, and is raised again when they have ended.
+        `carry_out(job, gpu)` returns what there is to say; its OSError or ValueError is the job's failure. Jobs of a
+        `group` other than None stay on one GPU, one after the other. No job is started later than `stop_after_s`
+        seconds. An exception here, such as KeyboardInterrupt, reaches the children as SIGINT, and is raised again when
+        they have ended.
         """
-        waiting: queue.SimpleQueue[J] = queue.SimpleQueue()
-        for job in jobs:
-            waiting.put(job)
+        plan = _Plan(jobs, group)
         deadline = time.monotonic() + stop_after_s
         ended = threading.Semaphore(0)  # not Thread.join, which Python 3.11 takes as done once it was interrupted
+        self._workers = {gpu: self._workers_of(gpu) for gpu in gpus}
 
         def work(gpu: str | None) -> None:
             try:
-                self._work(waiting, carry_out, gpu, deadline)
+                with closing(self._workers[gpu]):
+                    self._work(plan, carry_out, gpu, deadline)
+            except BaseException as error:  # a fault of ours: told by `run`, not lost with the thread
+                self._fault = error
             finally:
                 ended.release()
 
@@ -79,7 +114,29 @@ class Runner:
             raise
         if self._fault is not None:
             raise self._fault
-        return waiting.qsize()
+        return plan.left
+
+    def train(
+        self,
+        run: Path,
+        *,
+        gpu: str | None = None,
+        group: Hashable = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """Begin the run whose request lies in a directory, or go on with it; what it says is appended to RUN.log.
+
+        Runs of a `group` share a process, one after the other, and its compiled graphs; None: a process of its own,
+        which alone can have an `environment`. Raises ValueError with the last thing it said where it failed.
+        """
+        log = Path(f"{run}.log")
+        if group is None:
+            command = [sys.executable, "-m", "nanosprint", "resume", str(run)]
+            self.process(command, log, gpu=gpu, environment=environment)
+        else:
+            assert environment is None, "a process that runs share has one environment"
+            began = log.stat().st_size if log.exists() else 0
+            _check(self._workers[gpu].carry_out(run, group), log, began)
 
     def process(
         self, command: Sequence[str], log: Path, *, gpu: str | None = None, environment: Mapping[str, str] | None = None
@@ -88,53 +145,60 @@ class Runner:
 
         Raises ValueError with the last thing it said where it failed.
         """
-        seen = {} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu}
         with log.open("ab") as file:
             began = file.tell()
-            child = self._start(command, file.fileno(), {**os.environ, **seen, **(environment or {})})
+            child = self._start(command, file.fileno(), gpu, environment or {})
             try:
                 code = child.wait()
             finally:
                 self._children.discard(child)
-        if code:
-            with log.open("rb") as file:
-                file.seek(began)
-                said = file.read().decode(errors="replace").strip().splitlines()
-            raise ValueError(f"{said[-1].removeprefix('error: ') if said else 'nothing said'} (code {code}, {log})")
+        _check(code, log, began)
 
-    def _start(self, command: Sequence[str], output: int, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    def _workers_of(self, gpu: str | None) -> Workers:
+        def start(log: Path) -> subprocess.Popen[bytes]:
+            with log.open("ab") as file:  # until it can say where its first run stands
+                return self._start(COMMAND, file.fileno(), gpu, {}, asked=True)
+
+        return Workers(start, self._children.discard, self.say)
+
+    def _start(
+        self,
+        command: Sequence[str],
+        output: int,
+        gpu: str | None,
+        environment: Mapping[str, str],
+        *,
+        asked: bool = False,
+    ) -> subprocess.Popen[bytes]:
+        """asked: by lines on its standard input, which it answers on its standard output."""
+        seen = {} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu}
         with self._lock:
             if self._stopping:
                 raise ValueError("stopped before it was started")
             child = subprocess.Popen(
                 command,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
+                env={**os.environ, **seen, **environment},
+                stdin=subprocess.PIPE if asked else subprocess.DEVNULL,
+                stdout=subprocess.PIPE if asked else output,
+                stderr=output,
                 start_new_session=True,
             )
             self._children.add(child)
             return child
 
     def _work(
-        self,
-        waiting: "queue.SimpleQueue[J]",
-        carry_out: Callable[[J, str | None], str],
-        gpu: str | None,
-        deadline: float,
+        self, plan: "_Plan[J]", carry_out: Callable[[J, str | None], str], gpu: str | None, deadline: float
     ) -> None:
         while time.monotonic() < deadline and not self._stopping and self._fault is None:
-            try:
-                job = waiting.get_nowait()
-            except queue.Empty:
+            job = plan.next_for(gpu)
+            if job is None:
                 return
             try:
                 self.say(f"{job.name}: {carry_out(job, gpu)}")
             except (OSError, ValueError) as error:
                 self.say(f"{job.name}: {'stopped' if self._stopping else f'failed: {error}'}")
-            except BaseException as error:  # a fault of ours: told by `run`, not lost with the thread
-                self._fault = error
+            if not plan.has_more(job):
+                self._workers[gpu].end(plan.group(job))
 
     def _end(self, ended: threading.Semaphore, left: int) -> None:
         """Let the children save and end; a second interruption ends them at once."""
@@ -153,6 +217,15 @@ class Runner:
             with suppress(ProcessLookupError):
                 # SIGINT to the run itself, which tells its own processes; the last word is for all of its group
                 os.kill(child.pid, signum) if signum == signal.SIGINT else os.killpg(child.pid, signum)
+
+
+def _check(code: int, log: Path, began: int) -> None:
+    """Raise ValueError for a code other than 0, with the last line that `log` has beyond `began` bytes."""
+    if code:
+        with log.open("rb") as file:
+            file.seek(began)
+            said = file.read().decode(errors="replace").strip().splitlines()
+        raise ValueError(f"{said[-1].removeprefix('error: ') if said else 'nothing said'} (code {code}, {log})")
 
 
 @contextmanager

@@ -1,16 +1,15 @@
-"""`nanosprint race`: recipes against each other over several seeds, each run a process of its own.
+"""`nanosprint race`: recipes against each other over several seeds, in processes that the seeds of a recipe share.
 
     race.json        what is to be run, written first (evidence/series.py)
     <name>-<seed>/   a run directory each, with <name>-<seed>.log beside it: what the process said
     report.md        the outcome, for people; report.json holds the same numbers and every run's
 
-A run is begun by writing its request and carried out by `nanosprint resume`, so that beginning and going on are one
+A run is begun by writing its request and carried out as by `nanosprint resume`, so that beginning and going on are one
 thing: after Ctrl-C, a reboot or `kill -9`, `--resume` keeps what is finished and goes on with the rest. A run that
 diverged is an outcome, too, and is kept; one that failed is tried again.
 """
 
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -43,7 +42,7 @@ def carry_on(folder: Path, say: Callable[[str], None]) -> Race:
         left = [entry for entry in race.order if not is_settled(RunDir(folder / entry.dir))]
         say(f"{len(left)} of {len(race.order)} runs to do, in {folder}")
         runner = Runner(say)
-        runner.run(left, lambda entry, _gpu: _carry_out(race, entry, folder, runner))
+        runner.run(left, lambda entry, _gpu: _carry_out(race, entry, folder, runner), group=race.group)
     return race
 
 
@@ -65,15 +64,15 @@ def _carry_out(race: Race, entry: Entry, folder: Path, runner: Runner) -> str:
         save_request(run, race.request(entry, folder))
     _wait_for(run, lambda: runner.say(f"{entry.name}: still training since an earlier race: waiting for it"))
     if not is_settled(run):
-        command = [sys.executable, "-m", "nanosprint", "resume", str(run.path)]
-        runner.process(command, Path(f"{run.path}.log"))
+        runner.train(run.path, group=race.group(entry))
     if not race.keep_checkpoints:
         shutil.rmtree(run.checkpoints_path, ignore_errors=True)
     record = RunRecord.load(run)
     loss = "no loss" if record.val_loss is None else f"loss {record.val_loss:.4f}"
     rate = "" if record.tokens_per_s is None else f", {record.tokens_per_s:,.0f} tokens/s"
     seconds = f"{record.train_ms / 1000:.1f} s"
-    return f"{loss}, {record.steps} steps in {seconds}{rate}, start-up {record.startup_ms / 1000:.0f} s"
+    shared = " with shared graphs" if record.shared_graphs else ""
+    return f"{loss}, {record.steps} steps in {seconds}{rate}, start-up {record.startup_ms / 1000:.0f} s{shared}"
 
 
 def _wait_for(run: RunDir, say: Callable[[], None]) -> None:

@@ -9,7 +9,7 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from nanosprint.config.recipe import Execution, Recipe
 from nanosprint.errors import UserError
@@ -19,6 +19,7 @@ from nanosprint.training.request import Budget, RunRequest, load_request, timest
 
 SCHEMA = 1
 FILE_NAME = "race.json"
+Processes = Literal["shared", "each"]  # seeds of a recipe in one, where a run is one process; or one for each run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +58,7 @@ class Race:
     budget: Budget | None
     max_steps: int | None
     target: float | None
+    processes: Processes = "shared"
     keep_checkpoints: bool = False  # of runs that are settled: gigabytes each
     baseline: str | None = None  # of an ablation: whom the others are compared with
     left_out: dict = field(default_factory=dict)  # of an ablation: switches that make no sense here, and why
@@ -70,6 +72,10 @@ class Race:
     def entries(self, contestant: str) -> list[Entry]:
         """A contestant's runs in the order of their index."""
         return [entry for entry in self.order if entry.contestant == contestant]
+
+    def group(self, entry: Entry) -> str | None:
+        """The runs with which this one shares a process; None: with none."""
+        return entry.contestant if self.processes == "shared" and self.execution.gpus == 1 else None
 
     def request(self, entry: Entry, folder: Path) -> RunRequest:
         """What to ask of a run that has not begun.
@@ -118,6 +124,7 @@ def plan_race(
     budget: Budget | None = None,
     max_steps: int | None = None,
     target: float | None = None,
+    processes: Processes = "shared",
     keep_checkpoints: bool = False,
     baseline: str | None = None,
     left_out: Mapping[str, str] | None = None,
@@ -154,6 +161,7 @@ def plan_race(
         budget=budget,
         max_steps=max_steps,
         target=target,
+        processes=processes,
         keep_checkpoints=keep_checkpoints,
         baseline=baseline,
         left_out=dict(left_out or {}),

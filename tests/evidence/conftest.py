@@ -1,7 +1,7 @@
 """Races of tiny runs, carried out in this process where the process is not what is tested."""
 
 import pytest
-from races import process_of
+from races import train_here
 
 from nanosprint.config import Execution
 from nanosprint.evidence.jobs import Runner
@@ -13,7 +13,7 @@ from nanosprint.recipes import load_recipe
 def in_process(monkeypatch):
     """Runs without processes of their own; the folders' names in the order in which they were begun."""
     begun = []
-    monkeypatch.setattr(Runner, "process", process_of(begun))
+    monkeypatch.setattr(Runner, "train", train_here(begun))
     return begun
 
 

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -109,6 +110,15 @@ def test_a_time_budget_is_calibrated_once_for_each_recipe(plan, in_process, tmp_
     steps = {name: [RunRecord.load(folder / f"{name}-{seed}").steps for seed in (5, 6, 7)] for name in TWO}
     assert steps == {"thin": [10, 10, 10], "fat": [5, 5, 5]}
     assert len({RunRecord.load(folder / f"thin-{seed}").recipe_hash for seed in (5, 6, 7)}) == 1
+
+
+def test_who_shares_a_process(plan, tmp_path):
+    shared, each = plan(TWO), plan(TWO, processes="each")
+    assert [shared.group(entry) for entry in shared.order] == ["thin", "fat", "thin", "fat"]
+    assert {each.group(entry) for entry in each.order} == {None}
+    several = replace(shared, execution=replace(shared.execution, gpus=2))
+    assert {several.group(entry) for entry in several.order} == {None}
+    assert load_race(start(each, tmp_path / "race")).processes == "each"  # also where it is resumed
 
 
 def test_a_run_stopped_by_max_steps_is_settled(plan, in_process, tmp_path):

@@ -5,7 +5,7 @@ import shutil
 
 import numpy as np
 import pytest
-from races import process_of
+from races import train_here
 from scipy import stats
 
 from nanosprint.config import Execution
@@ -32,7 +32,7 @@ def raced_once(tiny_data, tmp_path_factory):
     )
     folder = start(race, tmp_path_factory.mktemp("races") / "race")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Runner, "process", process_of([]))
+        patch.setattr(Runner, "train", train_here([]))
         carry_on(folder, print)
     return folder
 

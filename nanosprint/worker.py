@@ -1,0 +1,120 @@
+"""A process that carries out one run after the other: seeds of a recipe then share what was compiled for the first.
+
+    python -m nanosprint.worker < folders > answers
+
+Each line of standard input is a run directory, begun or not; the run is carried out as `nanosprint resume` does it, and
+what it says goes to DIR.log. Each is answered by a line of JSON, see `Answer`. The process ends with its input, and by
+itself after an error that it or its GPU may not have survived unharmed. `evidence/workers.py` is the other end.
+"""
+
+import json
+import os
+import sys
+import time
+import traceback
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+from nanosprint.cli import STARTED, carry_out, guarded, set_allocator, talk
+from nanosprint.errors import EXIT_FAILED, DivergedError, lacks_memory
+from nanosprint.results.runs import RunDir
+from nanosprint.training.request import load_request, resumed
+
+if TYPE_CHECKING:
+    from nanosprint.training.reuse import Kept
+
+
+@dataclass(frozen=True)
+class Answer:
+    """How a run ended: the exit code of a process of its own, whether memory was too short, whether more may come."""
+
+    code: int
+    lacks_memory: bool = False
+    goes_on: bool = True
+
+
+class Worker:
+    """Carries out runs and keeps the graphs of the last."""
+
+    def __init__(self) -> None:
+        self._kept: Kept | None = None
+        self._started: float | None = STARTED  # the first run waits for this process to start, too
+
+    def carry_out(self, run: RunDir) -> Answer:
+        """Begin the run or go on with it."""
+        answer = Answer(0)
+
+        def work() -> None:
+            nonlocal answer
+            try:
+                self._train(run)
+            except BaseException as error:
+                memory = lacks_memory(error)
+                # Of these it is known that they came between steps; after others nobody knows what the GPU is at.
+                harmless = isinstance(error, DivergedError | ValueError | OSError) and not memory
+                answer = Answer(EXIT_FAILED, memory, harmless)
+                raise
+
+        try:
+            code = guarded(work)
+        except Exception:  # a fault of ours
+            traceback.print_exc()
+            code = EXIT_FAILED
+        if "torch" in sys.modules:
+            from nanosprint.training.reuse import release_memory
+
+            release_memory()
+        self._started = None
+        return Answer(code, answer.lacks_memory, answer.goes_on)
+
+    def _train(self, run: RunDir) -> None:
+        started = time.time() if self._started is None else self._started
+        request = load_request(run)
+        request = resumed(request, request.execution)
+        set_allocator(request.execution)
+        from nanosprint.training.reuse import Kept
+
+        self._kept = self._kept or Kept()
+        carry_out(request, run, resume=True, started=started, kept=self._kept)
+
+
+def main() -> None:
+    """Answer until the input ends."""
+    requests, answers = _private(0, "r"), _private(1, "w")
+    talk()
+    worker = Worker()
+    try:
+        for line in iter(requests.readline, ""):
+            path = Path(line.rstrip("\n"))
+            _speak_into(Path(f"{path}.log"))
+            answer = worker.carry_out(RunDir(path))
+            sys.stdout.flush()
+            sys.stderr.flush()
+            print(json.dumps(asdict(answer)), file=answers, flush=True)
+            if not answer.goes_on:
+                break
+    except KeyboardInterrupt:  # between two runs: there is nothing to save
+        sys.exit(130)
+    except BrokenPipeError:  # who asked is gone
+        sys.exit(EXIT_FAILED)
+
+
+def _private(stream: int, mode: str) -> IO[str]:
+    """A standard stream that no print and no process started by a run gets hold of; nothing stands in its place."""
+    own = os.dup(stream)
+    nothing = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nothing, stream)
+    os.close(nothing)
+    return os.fdopen(own, mode)
+
+
+def _speak_into(log: Path) -> None:
+    """From now on all that is said here, by the processes that a run starts, too, is appended to `log`."""
+    with log.open("ab") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+
+
+if __name__ == "__main__":
+    main()
