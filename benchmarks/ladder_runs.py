@@ -1,4 +1,4 @@
-"""Carries out training runs as processes, a GPU each, and keeps what their records say as small rows of JSON."""
+"""Carries out training runs, those of a rung in one process, and keeps what their records say as small rows of JSON."""
 
 import json
 import shutil
@@ -6,59 +6,62 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from nanosprint.evidence.jobs import Runner, cold_caches, gpus_for
+from benchmarks.requests import request_of
+from nanosprint.evidence.jobs import Runner, cold_caches, gpus_for, orderly_end
 from nanosprint.results.record import RunRecord
 from nanosprint.results.runs import RunDir
+from nanosprint.training.request import RunRequest, parse_budget, start_run
 
 _SETTLING_STEPS = 5  # of a run, left out of its steady rate
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Job:
-    """One run: which table it belongs to ("full" or "worth"), its rung, budget and seed, and how it is started."""
+    """One run: which table it belongs to ("full" or "worth"), its rung, budget and seed, and what it is asked."""
 
     kind: str
     rung: str
     setting: str
     seed: int
     overrides: dict[str, str]
-    command: tuple[str, ...]  # what follows is the run directory
     cold: bool = False  # whether nothing compiled before may be used
+    data: str | None = None
+    budget: str | None = None
 
     @property
     def name(self) -> str:
         return f"{self.kind}-{self.rung}-{self.setting.replace(' ', '-')}-{self.seed}"
 
+    @property
+    def group(self) -> str | None:
+        """The jobs with which this one can share a process: its rung's. None: with none."""
+        return None if self.cold or self.overrides.get("exec.gpus", "1") != "1" else self.rung
 
-def job(
-    kind: str,
-    rung: str,
-    setting: str,
-    seed: int,
-    overrides: dict[str, str],
-    *,
-    data: str | None = None,
-    budget: str | None = None,
-    cold: bool = False,
-) -> Job:
-    """A run of `nanosprint train`."""
-    words = [f"{key}={value}" for key, value in overrides.items()]
-    options = ["--seed", str(seed)]
-    options += ["--data", data] if data else []
-    options += ["--budget", budget] if budget else []
-    command = (sys.executable, "-m", "nanosprint", "train", rung, *words, *options, "--out")
-    return Job(kind, rung, setting, seed, overrides, command, cold)
+    def request(self) -> RunRequest:
+        """What the run is asked. Raises ValueError for overrides that cannot work."""
+        request = request_of(self.rung, self.overrides, self.seed, self.data)
+        budget = None if self.budget is None else parse_budget(self.budget)
+        return replace(request, budget=budget, command=tuple(sys.argv))
 
 
 def run_jobs(
-    jobs: Sequence[Job], results: Path, runs: Path, *, parallel: int = 1, stop_after_s: float = float("inf")
+    jobs: Sequence[Job],
+    results: Path,
+    runs: Path,
+    *,
+    parallel: int = 1,
+    share: bool = True,
+    stop_after_s: float = float("inf"),
 ) -> None:
-    """Carry out those of `jobs` that have no row in `results` yet, `parallel` at a time, in order."""
+    """Carry out those of `jobs` that have no row in `results` yet, `parallel` at a time, in order.
+
+    share: the runs of a rung share a process, and so a GPU; else each has its own.
+    """
     results.mkdir(parents=True, exist_ok=True)
     left = [one for one in jobs if not _is_done(one, results)]
     print(f"{len(left)} of {len(jobs)} runs to do", flush=True)
@@ -66,7 +69,7 @@ def run_jobs(
 
     def carry_out(one: Job, gpu: str | None) -> str:
         started = time.monotonic()
-        row = _carry_out(one, runs, gpu, runner)
+        row = _carry_out(one, runs, gpu, runner, one.group if share else None)
         (results / f"{one.name}.json").write_text(json.dumps(row, indent=1) + "\n")
         loss = "no loss" if row["val_loss"] is None else f"loss {row['val_loss']:.4f}"
         return (
@@ -74,7 +77,14 @@ def run_jobs(
             f"{row['startup_s']:.0f} s, {time.monotonic() - started:.0f} s in all"
         )
 
-    not_started = runner.run(left, carry_out, gpus=gpus_for(parallel), stop_after_s=stop_after_s)
+    with orderly_end():
+        not_started = runner.run(
+            left,
+            carry_out,
+            gpus=gpus_for(parallel),
+            group=lambda one: one.group if share else None,
+            stop_after_s=stop_after_s,
+        )
     if not_started:
         print(f"{not_started} runs were not started, {stop_after_s:g} s are over: start again for them", flush=True)
 
@@ -85,12 +95,12 @@ def _is_done(one: Job, results: Path) -> bool:
     return path.exists() and json.loads(path.read_text())["overrides"] == one.overrides
 
 
-def _carry_out(one: Job, runs: Path, gpu: str | None, runner: Runner) -> dict[str, Any]:
+def _carry_out(one: Job, runs: Path, gpu: str | None, runner: Runner, group: str | None) -> dict[str, Any]:
     """Run it and read its record. Raises ValueError with the last thing it said where it did not finish."""
-    folder = _unused(runs / one.name)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with cold_caches() if one.cold else nullcontext({}) as environment:
-        runner.process([*one.command, str(folder)], Path(f"{folder}.log"), gpu=gpu, environment=environment)
+    request, folder = one.request(), _unused(runs / one.name)
+    start_run(request, folder)
+    with cold_caches() if one.cold else nullcontext() as environment:
+        runner.train(folder, gpu=gpu, group=group, environment=environment)
     row = row_of(one, folder)
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # gigabytes, and the record has what is asked for
     return row
@@ -111,7 +121,7 @@ def row_of(one: Job, folder: Path) -> dict[str, Any]:
     rate = rate or record.tokens_per_s
     mfu = record.mfu
     known = mfu is not None and mfu.peak_flops is not None and rate is not None
-    about = {key: value for key, value in asdict(one).items() if key != "command"}
+    about = {key: value for key, value in asdict(one).items() if key not in ("data", "budget")}
     return {
         **about,
         "recipe_hash": record.recipe_hash,
@@ -119,6 +129,7 @@ def row_of(one: Job, folder: Path) -> dict[str, Any]:
         "tokens": record.tokens,
         "train_s": record.train_ms / 1000,
         "startup_s": record.startup_ms / 1000,
+        "shared_graphs": record.shared_graphs,
         "tokens_per_s": rate,
         "mfu": rate * mfu.flops_per_token / mfu.peak_flops if known else None,
         "memory_gib": None if record.peak_memory_bytes is None else record.peak_memory_bytes / 2**30,

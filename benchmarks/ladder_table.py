@@ -38,7 +38,7 @@ def full_table(rows: Iterable[Row]) -> str:
         ("tokens/s", lambda row: f"{row['tokens_per_s']:,.0f}"),
         ("MFU", lambda row: or_dash(row["mfu"], "{:.1%}")),
         ("peak memory, GiB", lambda row: or_dash(row["memory_gib"], "{:.1f}")),
-        ("start-up, s", lambda row: f"{row['startup_s']:.0f}{'' if row['cold'] else ' (cached)'}"),
+        ("start-up, s", lambda row: f"{row['startup_s']:.0f}{_warmth(row)}"),
         ("steps", lambda row: str(row["steps"])),
         ("attention", lambda row: str(row["execution"]["attention"])),
         ("tokens a micro-batch", lambda row: f"{row['execution']['tokens_per_microbatch']:,}"),
@@ -47,6 +47,11 @@ def full_table(rows: Iterable[Row]) -> str:
     if not chosen:
         return "Not measured yet."
     return table([name for name, _ in columns], [[show(row) for _, show in columns] for row in chosen]) + _about(chosen)
+
+
+def _warmth(row: Row) -> str:
+    """What start-up found: nothing, compiled code in the caches, or the graphs of a run of the same process."""
+    return "" if row["cold"] else " (shared)" if row.get("shared_graphs") else " (cached)"
 
 
 def worth_tables(rows: Iterable[Row]) -> str:

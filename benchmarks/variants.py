@@ -15,13 +15,12 @@ import statistics
 from collections.abc import Iterator
 from pathlib import Path
 
-from nanosprint.config import Execution
-from nanosprint.config.edit import apply_overrides, parse_overrides
-from nanosprint.recipes import load_recipe
+from benchmarks.requests import request_of
+from nanosprint.config.edit import parse_overrides
 from nanosprint.results.record import RunRecord
 from nanosprint.results.runs import RunDir
 from nanosprint.training.api import carry_out_in_turn
-from nanosprint.training.request import RunRequest, start_run, timestamp
+from nanosprint.training.request import RunRequest, start_run
 
 Variant = tuple[str, dict[str, str]]
 
@@ -32,18 +31,6 @@ def parse_variant(text: str) -> Variant:
     if not name.strip():
         raise ValueError(f"--variant {text!r}: expected NAME or 'NAME: KEY=VALUE ...'")
     return name.strip(), parse_overrides(words.split())
-
-
-def request_of(recipe: str, words: dict[str, str], seed: int, data: str | None) -> RunRequest:
-    """The run of a recipe with overrides, those of `exec.` among them."""
-    execution = {key.removeprefix("exec."): value for key, value in words.items() if key.startswith("exec.")}
-    return RunRequest(
-        recipe=load_recipe(recipe, {key: value for key, value in words.items() if not key.startswith("exec.")}),
-        execution=apply_overrides(Execution(), execution),
-        seed=seed,
-        data=data,
-        created=timestamp(),
-    )
 
 
 def run(args: argparse.Namespace) -> dict[tuple[str, int], RunRecord]:

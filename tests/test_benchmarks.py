@@ -4,23 +4,21 @@ import argparse
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from benchmarks import ladder, ladder_runs, ladder_table
-from nanosprint.config.edit import parse_overrides
+from nanosprint.evidence.jobs import Runner
 from nanosprint.recipes import load_recipe
 from nanosprint.training.request import parse_budget
 
 ROOT = Path(__file__).parent.parent
-ARGS = argparse.Namespace(rungs=ladder.RUNGS, data="D", seeds=(1, 2), steps=30, cold=False, seconds="60s", tokens="20M")
-
-
-def recipe_words(one):
-    """The overrides that a job's command line gives to its recipe."""
-    words = one.command[one.command.index(one.rung) + 1 : one.command.index("--seed")]
-    return parse_overrides(words)
+ARGS = argparse.Namespace(
+    rungs=ladder.RUNGS, data="D", seeds=(1, 2), steps=30, cold=False, seconds="60s", tokens="20M", step_tokens=65_536
+)
+TINY = {"train.num_steps": "2", "eval.tokens": "512", "exec.device": "cpu"}
 
 
 def row(rung, seed, loss, setting="60s", kind="worth", **more):
@@ -43,53 +41,94 @@ def test_help():
 
 def test_every_rung_can_be_run_in_both_ways():
     for one in ladder.full_jobs(ARGS, {}):
-        recipe = load_recipe(one.rung, recipe_words(one))
+        recipe = one.request().recipe
         assert recipe.train.num_steps == 30
         assert recipe.train.batch_tokens == load_recipe(one.rung).train.batch_tokens
-    jobs = ladder.worth_jobs(ARGS, {})
+    jobs = ladder.worth_jobs(ARGS, {"exec.attention": "sdpa"})
     assert len(jobs) == len({one.name for one in jobs}) == 4 * len(ladder.RUNGS)
     for one in jobs:
-        parse_budget(one.setting)
-        recipe = load_recipe(one.rung, recipe_words(one))
-        assert (recipe.train.batch_tokens, recipe.train.lanes, recipe.eval.tokens) == (65_536, 8, 1_048_576)
+        request = one.request()
+        assert (request.budget, request.execution.attention) == (parse_budget(one.setting), "sdpa")
+        recipe = request.recipe
+        assert (recipe.train.lanes, recipe.eval.tokens) == (8, 1_048_576)
         assert recipe.with_num_steps(305).validate().groups == load_recipe(one.rung).groups  # rates stay
 
 
-def fake(name, code):
-    return ladder_runs.Job("worth", name, "60s", 1, {"a": "1"}, (sys.executable, "-c", code))
+@pytest.mark.parametrize("step_tokens", [65_536, 32_768])
+@pytest.mark.parametrize("rung", ladder.RUNGS)
+def test_a_step_of_every_rung_has_as_many_tokens_on_average(rung, step_tokens):
+    recipe = load_recipe(rung, ladder.small_batch(rung, step_tokens)).validate()
+    stages = [recipe.plan(step).batch_tokens for step in range(recipe.train.num_steps)]
+    assert sum(stages) / len(stages) == pytest.approx(step_tokens, rel=0.02)  # a few last steps have the largest batch
+    assert {tokens // recipe.train.lanes % 128 for tokens in stages} == {0}
 
 
-def test_a_failure_costs_no_other_run_and_a_finished_one_is_not_repeated(tmp_path, monkeypatch, capsys):
+def job(rung, words=None, **more):
+    words = TINY if words is None else words
+    return ladder_runs.Job(**{"kind": "worth", "rung": rung, "setting": "60s", "seed": 1, "overrides": words, **more})
+
+
+@pytest.fixture
+def trained(monkeypatch):
+    """Runs that only say what they were given; a list of (rung, GPU, group)."""
     ran = []
-    monkeypatch.setattr(
-        ladder_runs,
-        "row_of",
-        lambda one, folder: ran.append(one.rung) or row(one.rung, 1, 3.5, overrides=one.overrides),
-    )
-    jobs = [fake("bad", "raise SystemExit('no such thing')"), fake("good", "pass"), fake("late", "pass")]
+
+    def train(self, path, *, gpu=None, group=None, environment=None):
+        ran.append((path.name.split("-")[1], gpu, group))
+        if "muon" in path.name:
+            raise ValueError("no such thing (code 1, log)")
+        time.sleep(0.2)
+
+    monkeypatch.setattr(Runner, "train", train)
+    monkeypatch.setattr(ladder_runs, "row_of", lambda one, folder: row(one.rung, 1, 3.5, overrides=one.overrides))
+    return ran
+
+
+def test_a_failure_costs_no_other_run_and_a_finished_one_is_not_repeated(tmp_path, trained, capsys):
+    jobs = [job("muon", {}), job("gpt2", {"train.num_stops": "3"}), job("modern", {}), job("soap", {})]
     ladder_runs.run_jobs(jobs, tmp_path / "rows", tmp_path / "runs", parallel=2)
     ladder_runs.run_jobs(jobs, tmp_path / "rows", tmp_path / "runs")
-    assert sorted(ran) == ["good", "late"]
+    assert sorted(rung for rung, *_ in trained) == ["modern", "muon", "muon", "soap"]
     said = capsys.readouterr().out
-    assert "worth-bad-60s-1: failed: no such thing (code 1" in said
-    assert "1 of 3 runs to do" in said
-    changed = ladder_runs.Job("worth", "good", "60s", 1, {"a": "2"}, jobs[1].command)
+    assert "worth-muon-60s-1: failed: no such thing (code 1" in said
+    assert "worth-gpt2-60s-1: failed: unknown key 'train.num_stops'" in said
+    assert "2 of 4 runs to do" in said
+    changed = job("modern", {"train.num_steps": "7"})
     ladder_runs.run_jobs([changed], tmp_path / "rows", tmp_path / "runs")
-    assert len(ran) == 3
+    assert len(trained) == 5
 
 
-def test_each_worker_has_a_gpu_of_its_own(tmp_path, monkeypatch):
+def test_a_rung_stays_on_one_gpu(tmp_path, trained, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
-    monkeypatch.setattr(ladder_runs, "row_of", lambda one, folder: row(one.rung, 1, 3.5))
-    say = "import os, time; print(os.environ['CUDA_VISIBLE_DEVICES']); time.sleep(0.5)"
-    ladder_runs.run_jobs([fake("a", say), fake("b", say)], tmp_path / "rows", tmp_path / "runs", parallel=2)
-    assert sorted(path.read_text().strip() for path in (tmp_path / "runs").glob("*.log")) == ["4", "6"]
+    jobs = [job(rung, {}, seed=seed) for rung in ("gpt2", "soap", "modern") for seed in (1, 2)]
+    ladder_runs.run_jobs(jobs, tmp_path / "rows", tmp_path / "runs", parallel=2)
+    assert {group for *_, group in trained} == {"gpt2", "soap", "modern"}
+    assert len(set(trained)) == 3
+    assert {gpu for _, gpu, _ in trained} == {"4", "6"}
     with pytest.raises(ValueError, match="--gpus-parallel 3, but CUDA_VISIBLE_DEVICES=4,6 names 2"):
-        ladder_runs.run_jobs([fake("c", say)], tmp_path / "rows", tmp_path / "runs", parallel=3)
+        ladder_runs.run_jobs([job("muon")], tmp_path / "rows", tmp_path / "runs", parallel=3)
+
+
+def test_some_runs_share_with_none():
+    assert job("muon").group == "muon"
+    assert job("muon", cold=True).group is None
+    assert job("muon", {"exec.gpus": "2"}).group is None
+
+
+def test_runs_of_a_rung_share_what_is_compiled(tmp_path, tiny_data, capsys):
+    jobs = [job("tiny", seed=seed, setting="2 steps", data=str(tiny_data)) for seed in (1, 2)]
+    jobs.append(job("tiny", kind="full", cold=True, data=str(tiny_data)))
+    ladder_runs.run_jobs(jobs, tmp_path / "rows", tmp_path / "runs")
+    rows = {path.stem: json.loads(path.read_text()) for path in (tmp_path / "rows").glob("*.json")}
+    assert {name: one["shared_graphs"] for name, one in rows.items()} == {
+        "worth-tiny-2-steps-1": False, "worth-tiny-2-steps-2": True, "full-tiny-60s-1": False,
+    }  # fmt: skip
+    assert rows["full-tiny-60s-1"]["val_loss"] == rows["worth-tiny-2-steps-1"]["val_loss"]
+    assert "validation loss" in (tmp_path / "runs/worth-tiny-2-steps-2.log").read_text()
 
 
 def test_nothing_is_started_after_the_limit(tmp_path, capsys):
-    ladder_runs.run_jobs([fake("a", "pass")], tmp_path / "rows", tmp_path / "runs", stop_after_s=0)
+    ladder_runs.run_jobs([job("muon")], tmp_path / "rows", tmp_path / "runs", stop_after_s=0)
     assert "1 runs were not started" in capsys.readouterr().out
 
 
