@@ -164,7 +164,8 @@ class Variant:
             for key, role in collect_roles(self.model).items()
             if role.name.partition(".")[0] == "matrix" or role.name == "embed"
         }
-        self.model.refresh(setting.steps)
+        for steps in (0, setting.steps):  # the second makes use of scales that the first has left
+            self.model.refresh(steps)
         self.model.loss_sum(*self.inputs.pop())
 
     def gradients(self) -> Iterator[tuple[float, Gradients]]:
