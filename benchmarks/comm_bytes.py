@@ -45,7 +45,7 @@ class Links:
     latency_hop: float = 5e-6  # and for each doubling of the number of hosts, as trees take
 
 
-COMPUTE = {"record": Compute(1.483, 393_216, "measured, record-third, one H200, torch 2.11")}
+COMPUTE = {"record": Compute(1.424, 393_216, "measured, stage 3 of a record-third run, one H200, torch 2.11")}
 
 
 def count(recipe: Recipe, size: int) -> list[Traffic]:
