@@ -45,7 +45,7 @@ from nanosprint.training.distributed import World, pick_device
 from nanosprint.training.microbatch import micro_batches_of, rows_of
 from nanosprint.training.peak import peak
 from nanosprint.training.resolve import resolve
-from nanosprint.training.setup import build_state, compiled, set_threads
+from nanosprint.training.setup import build_backward, build_state, compiled, set_threads
 from nanosprint.training.step import train_step
 
 WARM_UP = 2  # times that every kind of step is done before it is timed, the first not among them
@@ -97,7 +97,7 @@ class Bench:
         set_threads(execution, world)
         self.execution = resolve(execution, self.recipe, world)
         self.state = build_state(self.recipe, self.execution, 0, self.device)
-        self.loss_sum = compiled(self.state.model, self.execution)
+        self.backward = build_backward(self.state, compiled(self.state.model, self.execution), self.execution)
         self.stage = ModelStage(self.state.model)
         synchronize()
         self.about = {"benchmark": "step", "recipe": name, "variant": words, "compute": self.execution.compute}
@@ -128,7 +128,7 @@ class Bench:
 
         def step() -> None:
             plan = self.plan(place, next(numbers))
-            train_step(self.loss_sum, self.state, inputs, plan, self.recipe.train)
+            train_step(self.backward, self.state, inputs, plan, self.recipe.train)
 
         return step, inputs
 

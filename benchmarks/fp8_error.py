@@ -49,7 +49,7 @@ from nanosprint.training.distributed import World, pick_device
 from nanosprint.training.microbatch import resolved
 from nanosprint.training.request import RunRequest
 from nanosprint.training.resolve import resolve
-from nanosprint.training.setup import Data, build_state, compiled, find_data, open_loader, set_threads
+from nanosprint.training.setup import Data, build_backward, build_state, compiled, find_data, open_loader, set_threads
 from nanosprint.training.step import train_step
 
 Gradients = dict[str, Tensor]
@@ -186,12 +186,13 @@ def trained(request: RunRequest, data: Data, device: torch.device, steps: int) -
     recipe, execution = request.recipe, request.execution
     state = build_state(recipe, execution, request.seed, device)
     set_prefixes(state.model, data)
-    loss_sum, stage = compiled(state.model, execution), ModelStage(state.model)
+    backward = build_backward(state, compiled(state.model, execution), execution)
+    stage = ModelStage(state.model)
     with open_loader(request, data, World(0, 1, device), num_steps=steps) as loader:
         for i, step in enumerate(loader):
             plan = recipe.plan(i)
             inputs = model_inputs(step.micro_batches, plan, stage.enter(plan), resolved(execution.parts_per_microbatch))
-            loss = train_step(loss_sum, state, inputs, plan, recipe.train)
+            loss = train_step(backward, state, inputs, plan, recipe.train)
     print(f"{steps} steps, training loss {loss.item() / plan.batch_tokens:.4f}", flush=True)
     return {name: p.detach().clone() for name, p in state.model.named_parameters()}
 

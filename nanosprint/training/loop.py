@@ -120,7 +120,7 @@ class Loop:
         run, state = self.run, self.run.state
         plan = run.recipe.plan(state.step)
         inputs = model_inputs(data.micro_batches, plan, self.stage.enter(plan), run.parts)
-        loss = train_step(run.loss_sum, state, inputs, plan, run.recipe.train)
+        loss = train_step(run.backward, state, inputs, plan, run.recipe.train)
         state.step += 1
         state.tokens += plan.batch_tokens
         state.reader = data.state_after

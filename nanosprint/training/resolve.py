@@ -31,6 +31,7 @@ def resolve(execution: Execution, recipe: Recipe, world: World) -> Execution:
     }
     resolved = apply_overrides(execution, choices)
     _check_compilers(resolved, world)
+    _check_cuda_graphs(resolved)
     return resolve_micro_batches(resolved, recipe, world)
 
 
@@ -105,6 +106,11 @@ def _activation_budget(execution: Execution) -> float:
     if budget < 1 and execution.compile == "off":
         raise UserError(f"exec.activation_budget={budget:g} needs the compiler: leave exec.compile=off out")
     return budget
+
+
+def _check_cuda_graphs(execution: Execution) -> None:
+    if execution.cuda_graphs == "on" and execution.device != "cuda":
+        raise UserError(f"exec.cuda_graphs=on needs a CUDA device, not {execution.device}: leave it out")
 
 
 def _check_compilers(execution: Execution, world: World) -> None:

@@ -31,11 +31,12 @@ from nanosprint.optim.sharding import from_first
 from nanosprint.training.distributed import World
 from nanosprint.training.microbatch import lanes_of, resolved, smaller
 from nanosprint.training.precompile import compile_ahead
+from nanosprint.training.replay import Replayed
 from nanosprint.training.request import Budget, RunRequest
 from nanosprint.training.resolve import resolve
 from nanosprint.training.reuse import Kept, moved_into
 from nanosprint.training.state import TrainState, build_engine
-from nanosprint.training.step import LossSum
+from nanosprint.training.step import Backward, LossSum, backward_of
 from nanosprint.training.warmup import measure_step_ms, warm_up, warm_up_eagerly
 
 _log = logging.getLogger(__name__)
@@ -65,6 +66,7 @@ class Prepared:
     data: Data
     state: TrainState
     loss_sum: LossSum
+    backward: Backward
     shares_graphs: bool  # whether those of an earlier run of this process serve
 
     @property
@@ -122,11 +124,13 @@ def prepare(request: RunRequest, world: World, data: Data, kept: Kept | None = N
     finally:
         if compilers is not None:
             compilers.stop()
-    request = _warm_up_within_memory(request, state, loss_sum, world, wanted)
+    request, backward = _warm_up_within_memory(request, state, loss_sum, world, wanted)
     if request.budget is not None:
-        request = fit_to_budget(request, state, loss_sum, world, data)
+        request = fit_to_budget(request, state, backward, world, data)
+        if _records(execution):  # windows of a run of another length
+            warm_up(state, loss_sum, request.recipe, request.execution, backward)
     gc.collect()
-    return Prepared(request, world, data, state, loss_sum, shared is not None)
+    return Prepared(request, world, data, state, loss_sum, backward, shared is not None)
 
 
 def _load_compiler() -> threading.Thread:
@@ -235,6 +239,16 @@ def compiled(model: GPT, execution: Execution, backend: Callable[..., Any] | Non
     return lambda tokens, targets, context=NO_CONTEXT: graphs(tokens, targets, convert(context))
 
 
+def build_backward(state: TrainState, loss_sum: LossSum, execution: Execution) -> Backward:
+    """A micro-batch's forward and backward pass, replayed where the execution says so."""
+    backward = backward_of(loss_sum)
+    return Replayed(backward, state.model.named_parameters()) if _records(execution) else backward
+
+
+def _records(execution: Execution) -> bool:
+    return execution.cuda_graphs == "on"
+
+
 def _keep_activations(execution: Execution) -> None:
     """Tell the compiler how much to keep for the backward pass, of what it would keep; it is read at each compilation.
 
@@ -244,7 +258,7 @@ def _keep_activations(execution: Execution) -> None:
     torch._functorch.config.activation_memory_budget = float(execution.activation_budget)
 
 
-def fit_to_budget(request: RunRequest, state: TrainState, loss_sum: LossSum, world: World, data: Data) -> RunRequest:
+def fit_to_budget(request: RunRequest, state: TrainState, backward: Backward, world: World, data: Data) -> RunRequest:
     """The request with its recipe stretched or shrunk to its budget. The same answer on every process."""
     budget, recipe = request.budget, request.recipe
     assert budget is not None
@@ -259,7 +273,7 @@ def fit_to_budget(request: RunRequest, state: TrainState, loss_sum: LossSum, wor
         with open_loader(unlimited, data, world, num_steps=most, plan=lambda _: plan) as loader:
             parts = resolved(request.execution.parts_per_microbatch)
             wait = partial(_synchronize, world.device)
-            ms = measure_step_ms(state, loss_sum, recipe, plan, loader, wait, parts=parts)
+            ms = measure_step_ms(state, backward, recipe, plan, loader, wait, parts=parts)
         steps = int(budget.amount * 1000 / (from_first(ms) * relative))
     if steps < 1:
         raise UserError(
@@ -306,13 +320,14 @@ def open_loader(
 
 def _warm_up_within_memory(
     request: RunRequest, state: TrainState, loss_sum: LossSum, world: World, wanted: Execution
-) -> RunRequest:
+) -> tuple[RunRequest, Backward]:
     """Warm up; where the size of a micro-batch is ours to choose, shrink it until a step fits into memory."""
     while True:
         execution = request.execution
+        backward = build_backward(state, loss_sum, execution)
         try:
-            warm_up(state, loss_sum, request.recipe, execution)
-            return request
+            warm_up(state, loss_sum, request.recipe, execution, backward)
+            return request, backward
         except torch.OutOfMemoryError as error:
             less = smaller(request.recipe, execution, wanted)
             if less is None or world.size > 1:
@@ -325,6 +340,7 @@ def _warm_up_within_memory(
             torch._dynamo.reset()
             _keep_activations(less)
         request = replace(request, execution=less)
+        del backward
         gc.collect()
         torch.cuda.empty_cache()
 
@@ -333,8 +349,9 @@ def out_of_memory(request: RunRequest, error: BaseException) -> OutOfMemory:
     """The error that says which settings to lower."""
     execution, lanes = request.execution, request.execution.lanes_per_microbatch
     name, size = ("tokens", execution.tokens_per_microbatch) if lanes == "auto" else ("lanes", lanes)
+    recorded = "set exec.cuda_graphs=off, whose recordings have memory of their own, " if _records(execution) else ""
     return OutOfMemory(
-        f"out of GPU memory: lower exec.{name}_per_microbatch (now {size}) "
+        f"out of GPU memory: {recorded}lower exec.{name}_per_microbatch (now {size}) "
         f"or eval.batch_tokens (now {request.recipe.eval.batch_tokens}); with one lane of several rows, raise "
         f"exec.parts_per_microbatch (now {execution.parts_per_microbatch}), with one of a single row lower "
         f"exec.activation_budget (now {execution.activation_budget}), raise train.lanes or lower train.batch_tokens. "

@@ -10,10 +10,23 @@ from nanosprint.training.batch import ModelInput
 from nanosprint.training.state import TrainState
 
 LossSum = Callable[..., Tensor]  # `GPT.loss_sum`, compiled or not
+# The loss of an input; its gradients over a number are added to those that the parameters have.
+Backward = Callable[[ModelInput, float], Tensor]
+
+
+def backward_of(loss_sum: LossSum) -> Backward:
+    """The backward pass by autograd, whose hooks tell when a parameter's gradient is complete."""
+
+    def backward(arguments: ModelInput, divisor: float) -> Tensor:
+        loss = loss_sum(*arguments)
+        (loss / divisor).backward()
+        return loss.detach()
+
+    return backward
 
 
 def train_step(
-    loss_sum: LossSum,
+    backward: Backward,
     state: TrainState,
     micro_batches: Iterable[ModelInput],
     plan: StepPlan,
@@ -27,11 +40,10 @@ def train_step(
     divisor = train.lanes if train.objective == "lane_mean" else plan.batch_tokens
     total = None
     for arguments, last in _marked(micro_batches):
-        loss = loss_sum(*arguments)
         if last:
             state.engine.begin(plan)
-        (loss / divisor).backward()
-        total = loss.detach() if total is None else total + loss.detach()
+        loss = backward(arguments, divisor)
+        total = loss if total is None else total + loss
     assert total is not None, "a step has at least one micro-batch"
     state.engine.step(plan, train.grad_clip)
     state.model.refresh(plan.step + 1)

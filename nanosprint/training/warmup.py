@@ -23,24 +23,28 @@ from nanosprint.optim.sharding import from_first
 from nanosprint.training.batch import ModelStage, model_inputs, random_input
 from nanosprint.training.microbatch import micro_batches_of, resolved, rows_of
 from nanosprint.training.state import TrainState
-from nanosprint.training.step import LossSum, train_step
+from nanosprint.training.step import Backward, LossSum, backward_of, train_step
 
 Synchronize = Callable[[], None]
 _FEW_TOKENS = 4096  # divisible by 16 as larger numbers are, which kernels are compiled for
 
 
-def warm_up(state: TrainState, loss_sum: LossSum, recipe: Recipe, execution: Execution) -> None:
+def warm_up(
+    state: TrainState, loss_sum: LossSum, recipe: Recipe, execution: Execution, backward: Backward | None = None
+) -> None:
     """Train and validate on random tokens, then restore `state`: every kind of step, with each of its graphs.
 
     Steps come in their order, so that what one leaves for the next, such as a tie that has ended, is as in training.
+    backward: what trains; None is the plain one of `loss_sum`.
     """
+    backward = backward or backward_of(loss_sum)
     saved, stage = state.snapshot(), ModelStage(state.model)
     device, parts = state.model.embed.weight.device, resolved(execution.parts_per_microbatch)
     rows = validation_batch_tokens(recipe, parts) // recipe.eval.seq_len
     try:
         for plan in training_visits(recipe, execution):
             state.step = plan.step
-            _random_step(state, loss_sum, recipe, execution, plan, stage.enter(plan))
+            _random_step(state, backward, recipe, execution, plan, stage.enter(plan))
         with torch.no_grad():
             for plan in validation_visits(recipe, execution):
                 loss_sum(*random_input(recipe, plan, rows, device, stage.enter(plan)))
@@ -61,7 +65,7 @@ def warm_up_eagerly(state: TrainState, recipe: Recipe) -> None:
     device = state.model.embed.weight.device
     try:
         inputs = random_input(recipe, plan, 1, device, ModelStage(state.model).enter(plan))
-        train_step(state.model.loss_sum, state, [inputs], plan, recipe.train)
+        train_step(backward_of(state.model.loss_sum), state, [inputs], plan, recipe.train)
     finally:
         state.put_back(saved)
 
@@ -123,13 +127,14 @@ def first_of_each(plans: Iterable[StepPlan], kind: Callable[[StepPlan], Hashable
 
 
 def graph_of(plan: StepPlan, execution: Execution) -> Hashable:
-    """What of a plan its compiled graph depends on; where nothing is compiled, its shapes.
+    """What of a plan its compiled graph depends on, and its recorded one; where there is neither, its shapes.
 
     Windows, the longest document and the scale of scores are constants of a graph where the attention back end bakes
-    its limits, and data elsewhere.
+    its limits, and of every recorded one; elsewhere they are data.
     """
     loss = None if plan.loss is None else (len(plan.loss.tokens), plan.loss.prefix > 0)
-    bakes = execution.compile != "off" and BACKENDS[execution.attention].bakes_limits
+    compiled_in = execution.compile != "off" and BACKENDS[execution.attention].bakes_limits
+    bakes = compiled_in or execution.cuda_graphs == "on"
     return plan.batch_tokens, plan.seq_len, loss, (plan.windows, plan.max_document, plan.yarn) if bakes else None
 
 
@@ -140,7 +145,7 @@ def validation_batch_tokens(recipe: Recipe, parts: int) -> int:
 
 def measure_step_ms(
     state: TrainState,
-    loss_sum: LossSum,
+    backward: Backward,
     recipe: Recipe,
     plan: StepPlan,
     data: Iterable[StepData],
@@ -160,7 +165,7 @@ def measure_step_ms(
         synchronize()
         start = time.perf_counter()
         inputs = model_inputs(step.micro_batches, plan, attn_scale, parts)
-        train_step(loss_sum, state, inputs, plan, recipe.train)
+        train_step(backward, state, inputs, plan, recipe.train)
         synchronize()
         times.append(time.perf_counter() - start)
         if from_first(len(times) >= 5 and sum(times) >= seconds):
@@ -171,7 +176,7 @@ def measure_step_ms(
 
 def _random_step(
     state: TrainState,
-    loss_sum: LossSum,
+    backward: Backward,
     recipe: Recipe,
     execution: Execution,
     plan: StepPlan,
@@ -182,4 +187,4 @@ def _random_step(
     rows = rows_of(plan.batch_tokens, recipe, execution)
     count = min(2, micro_batches_of(plan.batch_tokens, recipe.train.lanes, execution) * parts)
     batches = (random_input(recipe, plan, rows, device, attn_scale, parts) for _ in range(count))
-    train_step(loss_sum, state, batches, plan, recipe.train)
+    train_step(backward, state, batches, plan, recipe.train)

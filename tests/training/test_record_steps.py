@@ -22,7 +22,7 @@ from nanosprint.data.shards import write_shard
 from nanosprint.recipes import load_recipe
 from nanosprint.training.batch import ModelStage, model_inputs
 from nanosprint.training.setup import build_state
-from nanosprint.training.step import train_step
+from nanosprint.training.step import backward_of, train_step
 from tests.reference import record as reference
 from tests.reference.ours import DIMS, load, ours_from, overrides
 
@@ -136,7 +136,7 @@ def train_ours(recipe, params, path):
         for data in loader:
             plan = recipe.plan(data.step)
             inputs = model_inputs(data.micro_batches, plan, entering.enter(plan))
-            loss = train_step(state.model.loss_sum, state, inputs, plan, recipe.train)
+            loss = train_step(backward_of(state.model.loss_sum), state, inputs, plan, recipe.train)
             state.step += 1
             yield loss.item() / LANES, dict(state.model.named_parameters())
 

@@ -5,7 +5,7 @@ import torch
 
 from nanosprint.config.recipe import TrainConfig
 from nanosprint.config.schedule import StepPlan
-from nanosprint.training.step import train_step
+from nanosprint.training.step import backward_of, train_step
 
 PLAN = StepPlan(step=0, lr_factor=1.0, momentum=None, batch_tokens=6, seq_len=1, windows=None)
 
@@ -38,15 +38,15 @@ class Recorder:
 def test_a_step(objective, divisor):
     it = Recorder()
     train = TrainConfig(batch_tokens=6, lanes=4, objective=objective, grad_clip=0.5)
-    total = train_step(it.loss_sum, it, iter([(3.0,), (5.0,), (7.0,)]), PLAN, train)
+    total = train_step(backward_of(it.loss_sum), it, iter([(3.0,), (5.0,), (7.0,)]), PLAN, train)
     assert total.item() == 15
     assert it.got[:2] == (PLAN, 0.5)
     assert it.got[2] == pytest.approx(15 / divisor)
-    assert it.calls == ["loss 3", "loss 5", "loss 7", "begin", "step", "refresh 1"]
+    assert it.calls == ["loss 3", "loss 5", "begin", "loss 7", "step", "refresh 1"]
     assert it.before == pytest.approx(8 / divisor)  # the last backward pass came after `begin`
 
 
 def test_a_step_without_micro_batches():
     it = Recorder()
     with pytest.raises(AssertionError, match="at least one micro-batch"):
-        train_step(it.loss_sum, it, [], PLAN, TrainConfig(batch_tokens=6))
+        train_step(backward_of(it.loss_sum), it, [], PLAN, TrainConfig(batch_tokens=6))

@@ -14,7 +14,7 @@ from nanosprint.training.api import carry_out
 from nanosprint.training.batch import random_input
 from nanosprint.training.request import load_request, save_request
 from nanosprint.training.setup import build_state
-from nanosprint.training.step import train_step
+from nanosprint.training.step import backward_of, train_step
 from tests.training.test_warmup import equal
 
 AVERAGE = 'schedule.average={"share": 0.5, "horizon": 0.3, "stride": 2, "blend": 0.5, "blends": [0.0, 1.0]}'
@@ -90,7 +90,7 @@ def test_fp8_copies_are_those_of_the_blend():
         plan = recipe.plan(step)
         rows = plan.batch_tokens // plan.seq_len
         train_step(
-            state.model.loss_sum,
+            backward_of(state.model.loss_sum),
             state,
             [random_input(recipe, plan, rows, torch.device("cpu"), None)],
             plan,

@@ -262,11 +262,11 @@ def test_automatic_micro_batch_shrinks_until_it_fits(train_tiny, monkeypatch):
 
     real, tried = setup.warm_up, []
 
-    def only_one_lane_fits(state, loss_sum, recipe, execution):
+    def only_one_lane_fits(state, loss_sum, recipe, execution, backward):
         tried.append(execution.tokens_per_microbatch)
         if execution.tokens_per_microbatch > 128:
             raise torch.OutOfMemoryError("no")
-        real(state, loss_sum, recipe, execution)
+        real(state, loss_sum, recipe, execution, backward)
 
     monkeypatch.setattr(setup, "warm_up", only_one_lane_fits)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
@@ -280,11 +280,11 @@ def test_automatic_micro_batch_shrinks_to_parts_of_a_lane(train_tiny, monkeypatc
 
     real, tried = setup.warm_up, []
 
-    def only_one_row_fits(state, loss_sum, recipe, execution):
+    def only_one_row_fits(state, loss_sum, recipe, execution, backward):
         tried.append((execution.tokens_per_microbatch, execution.parts_per_microbatch))
         if tried[-1] != (128, 4):
             raise torch.OutOfMemoryError("no")
-        real(state, loss_sum, recipe, execution)
+        real(state, loss_sum, recipe, execution, backward)
 
     monkeypatch.setattr(setup, "warm_up", only_one_row_fits)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)

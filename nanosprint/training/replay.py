@@ -1,0 +1,128 @@
+"""Forward and backward pass of a micro-batch as one CUDA graph: recorded once for each shape, then replayed.
+
+Launching a step's thousand kernels one by one takes the host some 50 ms, about what a GPU needs for 32,768 tokens of
+the record: smaller micro-batches wait for the host. A replay is one launch.
+
+What a recording is made of stays where it is: weights, buffers, gradients (parts of banks, into which each replay adds)
+and copies of the inputs, which each replay fills first. Numbers are part of the recording, so there is one for every
+window and every scale of scores; of documents a round bound is taken. All recordings share one pool of memory, since
+none leaves anything in it that another could overwrite but its loss, which is copied.
+
+Reductions between processes are launched by hooks of the backward pass, which a replay does not call: they start when
+it is over, and nothing hides them.
+
+Source: CUDA graphs as PyTorch has them (Nguyen, Carilli and others 2021, pytorch.org/blog/accelerating-pytorch-with-
+cuda-graphs); the published record's own script does without.
+"""
+
+import logging
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from nanosprint.errors import UserError
+from nanosprint.training.batch import ModelInput
+from nanosprint.training.step import Backward
+
+_log = logging.getLogger(__name__)
+
+Record = Callable[[Callable[[], Tensor]], tuple[Callable[[], None], Tensor]]
+
+
+class _Recording(NamedTuple):
+    inputs: ModelInput  # whose tensors are filled before each replay
+    replay: Callable[[], None]
+    loss: Tensor  # what the replay writes
+
+
+class Replayed:
+    """`backward`, recorded at the first call with each shape and replayed from then on.
+
+    parameters: by name, all that `backward` adds gradients to; they must have a gradient already, which stays where it
+    is. record: makes a recording of work and what replays it, without doing the work; `on_gpu` by default. The first
+    call with a shape does its work as `backward` would and then records it, which waits for the device. Raises
+    UserError for a parameter without a place for its gradient.
+    """
+
+    def __init__(
+        self, backward: Backward, parameters: Iterable[tuple[str, Tensor]], record: Record | None = None
+    ) -> None:
+        self._backward = backward
+        self._parameters = [(name, p) for name, p in parameters if p.requires_grad]
+        self._record = record or OnGpu()
+        self._recordings: dict[Hashable, _Recording] = {}
+
+    def __call__(self, arguments: ModelInput, divisor: float) -> Tensor:
+        """The loss of `arguments`, a tensor of its own; its gradients over `divisor` are added to the parameters'."""
+        arguments = arguments._replace(context=arguments.context.with_ints())
+        key = (divisor, *map(_kind, _leaves(arguments)))
+        recording = self._recordings.get(key)
+        if recording is None:
+            return self._first(key, _copied(arguments), divisor)
+        for own, given in zip(_tensors(recording.inputs), _tensors(arguments), strict=True):
+            own.copy_(given, non_blocking=True)
+        recording.replay()
+        return recording.loss.clone()
+
+    def _first(self, key: Hashable, inputs: ModelInput, divisor: float) -> Tensor:
+        places = self._places()
+        loss = self._backward(inputs, divisor)  # compiles what is not compiled yet, which a recording cannot
+        replay, recorded = self._record(lambda: self._backward(inputs, divisor))
+        if self._places() != places:
+            raise RuntimeError("a gradient has moved while the step was recorded: set exec.cuda_graphs=off")
+        self._recordings[key] = _Recording(inputs, replay, recorded)
+        _log.debug("recorded graph %d of a micro-batch", len(self._recordings))
+        return loss
+
+    def _places(self) -> list[int]:
+        """Where gradients lie."""
+        for name, parameter in self._parameters:
+            if parameter.grad is None:
+                raise UserError(
+                    f"exec.cuda_graphs=on: {name} has a gradient that is made anew at each step, as sparse ones are; "
+                    "a recorded step adds to one that stays: set exec.cuda_graphs=off"
+                )
+        return [p.grad.data_ptr() for _, p in self._parameters if p.grad is not None]
+
+
+class OnGpu:
+    """Records CUDA graphs, all in one pool of memory."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, work: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+        """What replays `work`, and the tensor in which its result then stands."""
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may go on using CUDA: the loader's, which pins memory, and NCCL's.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            result = work()
+        return graph.replay, result
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """What tuples within tuples hold, in order."""
+    if not isinstance(value, tuple):
+        yield value
+        return
+    for part in value:
+        yield from _leaves(part)
+
+
+def _tensors(inputs: ModelInput) -> Iterator[Tensor]:
+    return (leaf for leaf in _leaves(inputs) if isinstance(leaf, Tensor))
+
+
+def _kind(leaf: Any) -> Hashable:
+    """What a recording depends on: the form of tensors, the value of all else."""
+    return (leaf.shape, leaf.stride(), leaf.dtype) if isinstance(leaf, Tensor) else leaf
+
+
+def _copied(value: Any) -> Any:
+    """Named tuples with tensors of their own, of the same strides, which compiled graphs depend on."""
+    if isinstance(value, Tensor):
+        own = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+        return own.copy_(value)
+    return type(value)(*map(_copied, value)) if isinstance(value, tuple) else value
