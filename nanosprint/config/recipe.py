@@ -268,6 +268,7 @@ class Recipe:
         self.schedule.validate(self.train.num_steps)
         self._validate_numbers()
         self._validate_batch()
+        self._validate_losses()
         self._validate_eval()
         self._validate_documents()
         self._validate_windows()
@@ -313,6 +314,19 @@ class Recipe:
                 f"train.batch_tokens={self.train.batch_tokens}, but the largest batch of schedule.stages has "
                 f"{self.max_batch_tokens}: set train.batch_tokens={self.max_batch_tokens}, or change the stages"
             )
+
+    def _validate_losses(self) -> None:
+        """Raise ValueError where a stage's softmax has more tokens than the vocabulary."""
+        stages = self.schedule.stages
+        if stages is None:
+            return
+        named = {**{f"stages.{i}": stage for i, stage in enumerate(stages.stages)}, "extension": stages.extension}
+        for name, stage in named.items():
+            if stage.loss.sampled is not None and stage.loss.sampled > self.model.vocab_size:
+                raise ValueError(
+                    f"schedule.stages.{name}.loss.sampled={stage.loss.sampled} exceeds "
+                    f"model.vocab_size={self.model.vocab_size}: set it to none for the whole softmax"
+                )
 
     def _validate_documents(self) -> None:
         if self.data.order == "documents" and self.model.document_start is None:

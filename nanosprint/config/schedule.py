@@ -94,10 +94,15 @@ class WindowSchedule:
 
 @dataclass(frozen=True, kw_only=True)
 class LossWeights:
-    """What is predicted: `tokens[k]` weighs the target k tokens further on, `prefix` its longest prefix."""
+    """What is predicted: `tokens[k]` weighs the target k tokens further on, `prefix` its longest prefix.
+
+    `sampled`: how many tokens of the vocabulary the softmax of a micro-batch has: all that are its targets and a random
+    rest, see `model/sampled.py`; None is all.
+    """
 
     tokens: tuple[float, ...] = (1.0,)
     prefix: float = 0.0
+    sampled: int | None = None
 
     def toward(self, other: "LossWeights", part: float) -> "LossWeights":
         """The weights `part` of the way from here to `other`, which has as many."""
@@ -105,10 +110,13 @@ class LossWeights:
         return LossWeights(
             tokens=tuple(a + (b - a) * part for a, b in pairs),
             prefix=self.prefix + (other.prefix - self.prefix) * part,
+            sampled=self.sampled,
         )
 
     def validate(self, key: str) -> None:
-        """Raise ValueError naming the weight below `key` that cannot work."""
+        """Raise ValueError naming what below `key` cannot work."""
+        if self.sampled is not None and (self.sampled < 1 or self.sampled % 16):
+            raise ValueError(f"{key}.sampled={self.sampled}: it must be none, or a positive multiple of 16")
         if not self.tokens or self.tokens[0] <= 0:
             raise ValueError(f"{key}.tokens={list(self.tokens)}: the first weighs the next token and must be positive")
         for name, weight in ((f"{key}.tokens", min(self.tokens)), (f"{key}.prefix", self.prefix)):
@@ -248,6 +256,11 @@ def _validate_stage(stage: Stage, key: str) -> None:
             raise ValueError(
                 f"{key}.loss_end.tokens has {len(stage.loss_end.tokens)} weights and {key}.loss.tokens "
                 f"{len(stage.loss.tokens)}: give as many, 0 for what ends"
+            )
+        if stage.loss_end.sampled not in (None, stage.loss.sampled):
+            raise ValueError(
+                f"{key}.loss_end.sampled={stage.loss_end.sampled}, but {key}.loss.sampled={stage.loss.sampled} holds "
+                "for the whole stage: leave it out"
             )
 
 

@@ -44,10 +44,10 @@ def _capped(z, amplitude2, slope, offset, CAPPED: tl.constexpr, HARDWARE: tl.con
 
 @triton.jit
 def _softcap_xent_kernel(
-    Z, G, LOSSES, IDS, WEIGHTS, TOTALS,
+    Z, G, LOSSES, IDS, WEIGHTS, TOTALS, REST,
     amplitude2, slope, offset, factor, limit, valid, columns, z_row, g_row, num_labels,
     CAPPED: tl.constexpr, BOUNDED: tl.constexpr, CLAMP: tl.constexpr, HARDWARE: tl.constexpr,
-    LABELS: tl.constexpr, BLOCK: tl.constexpr,
+    LABELS: tl.constexpr, BLOCK: tl.constexpr, SAMPLED: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)  # 64 bits: logits of 49,152 tokens have more than 2^31 elements
     Z += row * z_row
@@ -62,22 +62,29 @@ def _softcap_xent_kernel(
     labelled = tl.load(Z + tl.maximum(ids, 0), mask=ids >= 0, other=0.0).to(tl.float32)
     l_labelled, bend_labelled = _capped(labelled, amplitude2, slope, offset, CAPPED, HARDWARE)
 
-    # Each lane has a sum of its own. Capped logits lie below `amplitude2`, others below a maximum that grows.
+    sure, extra = 0, 0.0
+    if SAMPLED:  # columns from `sure` on count more than once
+        sure = tl.load(REST).to(tl.int32)
+        extra = tl.load(REST + 1) * 1.4426950408889634
+    # Each lane has a sum of its own. Capped logits lie below `bound`, others below a maximum that grows.
+    bound = amplitude2 + extra
     sums = tl.zeros((BLOCK,), tl.float32)
     tops = tl.full((BLOCK,), -1e30, tl.float32)
     for start in range(0, valid, BLOCK):
         inside = start + lanes < valid
         z = tl.load(Z + start + lanes, mask=inside, other=0.0, eviction_policy="evict_last").to(tl.float32)
         l, _ = _capped(z, amplitude2, slope, offset, CAPPED, HARDWARE)
+        if SAMPLED:
+            l += tl.where(start + lanes < sure, 0.0, extra)
         if BOUNDED:
-            sums += tl.where(inside, tl.exp2(l - amplitude2), 0.0)
+            sums += tl.where(inside, tl.exp2(l - bound), 0.0)
         else:
             l = tl.where(inside, l, -1e30)
             higher = tl.maximum(tops, l)
             sums = sums * tl.exp2(tops - higher) + tl.exp2(l - higher)
             tops = higher
     if BOUNDED:
-        lse = amplitude2 + tl.log2(tl.sum(sums))
+        lse = bound + tl.log2(tl.sum(sums))
     else:
         top = tl.max(tops)
         lse = top + tl.log2(tl.sum(sums * tl.exp2(tops - top)))
@@ -87,6 +94,8 @@ def _softcap_xent_kernel(
         inside = start + lanes < valid
         z = tl.load(Z + start + lanes, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
         l, bend = _capped(z, amplitude2, slope, offset, CAPPED, HARDWARE)
+        if SAMPLED:
+            l += tl.where(start + lanes < sure, 0.0, extra)
         g = tl.exp2(l - lse) * bend * (total * factor)
         if CLAMP:
             g = tl.clamp(g, -limit, limit, propagate_nan=tl.PropagateNan.ALL)
@@ -112,6 +121,7 @@ def softcap_xent(
     curve: tuple[float, float, float] | None,
     valid: int,
     inverse: float,
+    rest: Tensor | None = None,
 ) -> None:
     """losses (T,) and grad (T, C) <- loss of each row, and its gradient in the logits times `inverse`.
 
@@ -126,12 +136,12 @@ def softcap_xent(
     fp8 = grad.element_size() == 1
     with torch.cuda.device_of(logits):
         _softcap_xent_kernel[(rows,)](
-            logits, grad, losses, ids, weights, totals,
+            logits, grad, losses, ids, weights, totals, totals if rest is None else rest.contiguous(),
             amplitude / math.log(2), slope, offset, amplitude * slope * inverse,
             torch.finfo(grad.dtype).max if fp8 else 0.0,
             valid, columns, logits.stride(0), grad.stride(0), ids.shape[1],
             CAPPED=curve is not None, BOUNDED=curve is not None and amplitude <= _BOUND, CLAMP=fp8,
             HARDWARE=not _INTERPRETED,
             LABELS=triton.next_power_of_2(max(2, ids.shape[1])), BLOCK=min(block, triton.next_power_of_2(columns)),
-            num_warps=warps,
+            SAMPLED=rest is not None, num_warps=warps,
         )  # fmt: skip

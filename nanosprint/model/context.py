@@ -11,10 +11,14 @@ _LONG_DOCUMENT = 2048  # tokens; most batches of tens of thousands of tokens hol
 
 
 class LossTensors(NamedTuple):
-    """Weights of what is predicted; see `LossWeights`. tokens: (n,), prefix: 0-D or None, fp32 or wider."""
+    """Weights of what is predicted; see `LossWeights`. tokens: (n,), prefix: 0-D or None, fp32 or wider.
+
+    sampled: tokens of the vocabulary in the softmax, a constant of compiled graphs; None is all.
+    """
 
     tokens: Tensor
     prefix: Tensor | None = None
+    sampled: int | None = None
 
 
 class Context(NamedTuple):

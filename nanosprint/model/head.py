@@ -11,6 +11,8 @@ from nanosprint.model.context import LossTensors
 from nanosprint.model.linear import init_linear
 from nanosprint.model.objective import NOT_SCORED, labelled_loss, labels_of
 from nanosprint.model.roles import Role
+from nanosprint.model.sampled import draw
+from nanosprint.ops.softcap_xent import Labels
 
 HeadLoss = Callable[..., Tensor]  # `ops.head_loss.head_loss`, its scales given or not
 _LOGITS_AT_ONCE = {True: 2**30, False: 2**26}  # in validation, on CUDA and elsewhere
@@ -85,10 +87,8 @@ class Head(nn.Module):
         """Cross-entropy in nats, summed over the targets that count (those not NOT_SCORED); with `loss`, of those."""
         x, targets = x_BSD.flatten(0, -2), targets_BS.flatten()
         wide = torch.promote_types(x.dtype, torch.float32)
-        if torch.is_grad_enabled() and self.train_loss is not None:
-            weight = tied if self.weight is None else self.weight
-            labels = labels_of(targets_BS, loss, self.prefixes, wide)
-            return self.train_loss(x, weight, labels, softcap=self.config.softcap, in_out=self.in_out)
+        if torch.is_grad_enabled() and (self.train_loss is not None or loss is not None):
+            return self._training_loss(x, labels_of(targets_BS, loss, self.prefixes, wide), tied, loss)
         if loss is not None:
             return labelled_loss(self._logits(x, tied), labels_of(targets_BS, loss, self.prefixes, wide))
         if torch.is_grad_enabled():
@@ -97,6 +97,17 @@ class Head(nn.Module):
         chunk = max(1, _LOGITS_AT_ONCE[x.is_cuda] // self.config.vocab_size)
         parts = zip(x.split(chunk), targets.split(chunk), strict=True)
         return torch.stack([self._next_token(*part, tied) for part in parts]).sum()
+
+    def _training_loss(self, x_TD: Tensor, labels: Labels, tied: Tensor, loss: LossTensors | None) -> Tensor:
+        columns = None
+        if loss is not None and loss.sampled is not None:
+            columns, labels = draw(labels, self.config.vocab_size, loss.sampled)
+        if self.train_loss is None:
+            logits = self._logits(x_TD, tied)
+            return labelled_loss(logits if columns is None else logits.index_select(-1, columns), labels)
+        weight = tied if self.weight is None else self.weight
+        options = {"softcap": self.config.softcap, "in_out": self.in_out, "columns": columns}
+        return self.train_loss(x_TD, weight, labels, **options)
 
     def _next_token(self, x_TD: Tensor, targets_T: Tensor, tied: Tensor) -> Tensor:
         return F.cross_entropy(self._logits(x_TD, tied), targets_T, ignore_index=NOT_SCORED, reduction="sum")

@@ -47,6 +47,9 @@ def labelled_loss(logits: Tensor, labels: Labels) -> Tensor:
 
     What the totals count beyond the loss enters as a term whose value is zero and whose gradient is not.
     """
+    if labels.rest is not None:
+        others = torch.arange(logits.size(-1), device=logits.device) >= labels.rest[0]
+        logits = logits + torch.where(others, labels.rest[1], 0.0).to(logits.dtype)
     log_p = logits.log_softmax(-1)
     terms = [
         weight * F.nll_loss(log_p, ids, ignore_index=NOT_SCORED, reduction="sum")

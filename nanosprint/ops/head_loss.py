@@ -48,12 +48,13 @@ def head_loss(
     softcap: SoftcapSpec | None = None,
     in_out: bool = False,
     scales: Fp8Scales | None = None,
+    columns: Tensor | None = None,
 ) -> Tensor:
     """The summed loss of x (T, D) and a weight (V, D), or (D, V) with `in_out`: 0-D fp32, differentiable in both.
 
     The loss is that of `ops.softcap_xent` on logits rounded to the dtype of x (bf16 with `scales`). Gradients are made
     in any case, so this is not for validation. V is padded to a multiple of 64 inside. A weight beyond 448 times its
-    scale is clamped.
+    scale is clamped. columns (n,): int64, the tokens that there are logits of; labels count in them then. None is all.
 
     Raises ValueError for shapes that do not fit, an FP8 product whose D is not a multiple of 16, or scales that are not
     positive. Source: Micikevicius et al. 2022, arXiv:2209.05433; the speedrun's records #19, #60, #79.
@@ -67,7 +68,7 @@ def head_loss(
     if scales is not None and (D % 16 or not all(s > 0 for s in scales)):
         raise ValueError(f"D={D}, {scales}: FP8 products need a multiple of 16 and positive scales")
     curve = curve_of(softcap)
-    loss, _, _ = _head_loss(x, weight, *labels, curve and list(curve), in_out, scales and list(scales))
+    loss, _, _ = _head_loss(x, weight, *labels, columns, curve and list(curve), in_out, scales and list(scales))
     return loss
 
 
@@ -119,11 +120,16 @@ def _head_loss(
     ids: Tensor,
     weights: Tensor,
     totals: Tensor,
+    rest: Tensor | None,
+    columns: Tensor | None,
     curve: list[float] | None,
     in_out: bool,
     scales: list[float] | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(loss, gradient of x, gradient of the weight) for an upstream gradient of one."""
+    across, whole = int(in_out), weight
+    if columns is not None:
+        weight = whole.index_select(across, columns)
     V = weight.shape[1] if in_out else weight.shape[0]
     extra = -V % _ALIGN  # rows of logits that start at odd addresses halve the speed of everything that reads them
     padded = F.pad(weight, (0, extra) if in_out else (0, 0, 0, extra)) if extra else weight
@@ -134,14 +140,16 @@ def _head_loss(
     rows = _rows_at_once(len(x), V + extra, x.device)
     for part, part_ids, part_totals in zip(x.split(rows), ids.split(rows), totals.split(rows), strict=True):
         logits, g = product.forward(part)
-        labels = Labels(part_ids, weights, part_totals)
+        labels = Labels(part_ids, weights, part_totals, rest)
         total.append(loss_and_grad(logits, labels, cap, g, valid=V, inverse=product.inverse).sum())
         del logits
         part_dx, part_dw = product.backward(part, g, in_out)
         dx.append(part_dx)
         dw = part_dw if dw is None else dw.add_(part_dw)
     assert dw is not None
-    dw = dw.narrow(1 if in_out else 0, 0, V)
+    dw = dw.narrow(across, 0, V)
+    if columns is not None:
+        dw = dw.new_zeros(whole.shape).index_copy_(across, columns, dw)
     one = len(dx) == 1
     loss = total[0] if one else torch.stack(total).sum()
     return loss, (dx[0] if one else torch.cat(dx)).to(x.dtype), dw.contiguous()
@@ -154,6 +162,8 @@ def _(
     ids: Tensor,
     weights: Tensor,
     totals: Tensor,
+    rest: Tensor | None,
+    columns: Tensor | None,
     curve: list[float] | None,
     in_out: bool,
     scales: list[float] | None,
@@ -173,10 +183,10 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 def _derive(ctx: Any, g: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     if g is None:
-        return (None,) * 8
+        return (None,) * 10
     dx, dw = ctx.saved_tensors
     # A 0-D tensor does not widen what it multiplies.
-    return dx * g, (dw * g).to(ctx.weight_dtype), None, None, None, None, None, None
+    return dx * g, (dw * g).to(ctx.weight_dtype), *(None,) * 8
 
 
 _head_loss.register_autograd(_derive, setup_context=_setup_context)

@@ -32,12 +32,14 @@ class Labels(NamedTuple):
     """What T rows of logits are scored against, each by m labels.
 
     ids (T, m): int64, -1 where there is none. weights (m,): fp32. totals (T,): fp32, what the log-sum-exp of the row
-    weighs in the gradient.
+    weighs in the gradient. rest (2,): fp32, None where every column counts once; else that is so for the first rest[0]
+    columns, in which all labels must be, and the logarithm of what the others count is rest[1] (`model/sampled.py`).
     """
 
     ids: Tensor
     weights: Tensor
     totals: Tensor
+    rest: Tensor | None = None
 
 
 class Curve(NamedTuple):
@@ -87,8 +89,8 @@ def loss_and_grad(
         from nanosprint.kernels.softcap_xent import softcap_xent as kernel
 
         losses = logits.new_empty(len(logits), dtype=torch.float32)
-        ids, weights, totals = (t.contiguous() for t in labels)
-        kernel(logits, ids, weights, totals, losses, out, curve=curve, valid=valid, inverse=inverse)
+        ids, weights, totals = (t.contiguous() for t in labels[:3])
+        kernel(logits, ids, weights, totals, losses, out, curve=curve, valid=valid, inverse=inverse, rest=labels.rest)
         return losses
     return _formula(logits, labels, curve, out, valid, inverse)
 
@@ -103,6 +105,9 @@ def _formula(logits: Tensor, labels: Labels, curve: Curve | None, out: Tensor, v
     tanh = None if curve is None else torch.tanh(z * curve.slope + curve.offset)
     capped = z.clone() if curve is None or tanh is None else tanh * curve.amplitude
     capped[:, valid:] = float("-inf")
+    if labels.rest is not None:
+        others = torch.arange(logits.shape[1], device=logits.device) >= labels.rest[0]
+        capped += torch.where(others, labels.rest[1], 0.0).to(capped.dtype)
     lse = capped.logsumexp(-1)
     columns, counts = labels.ids.clamp(min=0), (labels.ids >= 0) * labels.weights.to(z.dtype)
     chosen = capped.gather(1, columns)
@@ -121,17 +126,19 @@ def _formula(logits: Tensor, labels: Labels, curve: Curve | None, out: Tensor, v
 
 @torch.library.custom_op("nanosprint::softcap_xent", mutates_args=())
 def _softcap_xent(
-    logits: Tensor, ids: Tensor, weights: Tensor, totals: Tensor, curve: list[float] | None
+    logits: Tensor, ids: Tensor, weights: Tensor, totals: Tensor, rest: Tensor | None, curve: list[float] | None
 ) -> tuple[Tensor, Tensor]:
     """(loss, gradient for an upstream gradient of one)."""
     grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
     known = None if curve is None else Curve(*curve)
-    losses = loss_and_grad(logits.contiguous(), Labels(ids, weights, totals), known, grad)
+    losses = loss_and_grad(logits.contiguous(), Labels(ids, weights, totals, rest), known, grad)
     return losses.sum(), grad
 
 
 @_softcap_xent.register_fake
-def _(logits: Tensor, ids: Tensor, weights: Tensor, totals: Tensor, curve: list[float] | None) -> tuple[Tensor, Tensor]:
+def _(
+    logits: Tensor, ids: Tensor, weights: Tensor, totals: Tensor, rest: Tensor | None, curve: list[float] | None
+) -> tuple[Tensor, Tensor]:
     loss = logits.new_empty((), dtype=torch.promote_types(logits.dtype, torch.float32))
     return loss, torch.empty_like(logits, memory_format=torch.contiguous_format)
 
@@ -143,7 +150,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 
 def _derive(ctx: Any, g: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-    return None if g is None else ctx.saved_tensors[0] * g, None, None, None, None
+    return None if g is None else ctx.saved_tensors[0] * g, None, None, None, None, None
 
 
 _softcap_xent.register_autograd(_derive, setup_context=_setup_context)
@@ -151,8 +158,10 @@ _softcap_xent.register_autograd(_derive, setup_context=_setup_context)
 
 def check(logits: Tensor, labels: Labels) -> None:
     """Raise ValueError unless logits (T, V) and labels fit together."""
-    ids, weights, totals = labels
+    ids, weights, totals, rest = labels
     T = len(logits)
+    if rest is not None and rest.shape != (2,):
+        raise ValueError(f"labels with a rest of shape {tuple(rest.shape)}: expected (2,)")
     fits = logits.ndim == 2 and ids.shape == (T, weights.numel()) and weights.ndim == 1 and totals.shape == (T,)
     if not fits or not logits.is_floating_point() or ids.dtype != torch.int64:
         raise ValueError(

@@ -94,7 +94,8 @@ def context_of(
 def loss_tensors(weights: LossWeights, device: torch.device) -> LossTensors:
     """The weights where the model is: as tensors, so that one graph serves while they change. None waits for a copy."""
     tokens = _on_device(torch.tensor(weights.tokens), device)
-    return LossTensors(tokens, _on_device(torch.tensor(weights.prefix), device) if weights.prefix else None)
+    prefix = _on_device(torch.tensor(weights.prefix), device) if weights.prefix else None
+    return LossTensors(tokens, prefix, weights.sampled)
 
 
 def _on_device(values: Tensor, device: torch.device) -> Tensor:

@@ -132,7 +132,7 @@ def graph_of(plan: StepPlan, execution: Execution) -> Hashable:
     Windows, the longest document and the scale of scores are constants of a graph where the attention back end bakes
     its limits, and of every recorded one; elsewhere they are data.
     """
-    loss = None if plan.loss is None else (len(plan.loss.tokens), plan.loss.prefix > 0)
+    loss = None if plan.loss is None else (len(plan.loss.tokens), plan.loss.prefix > 0, plan.loss.sampled)
     compiled_in = execution.compile != "off" and BACKENDS[execution.attention].bakes_limits
     bakes = compiled_in or execution.cuda_graphs == "on"
     return plan.batch_tokens, plan.seq_len, loss, (plan.windows, plan.max_document, plan.yarn) if bakes else None

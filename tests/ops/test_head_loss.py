@@ -133,7 +133,7 @@ def test_zero_weight_is_a_uniform_loss():
 def test_opcheck_and_compile(in_out, scales):
     x, weight, labels = case(20, 16, 50, in_out, torch.bfloat16)
     op = torch.ops.nanosprint.head_loss.default
-    torch.library.opcheck(op, (x, weight, *labels, None, in_out, scales and list(scales)))
+    torch.library.opcheck(op, (x, weight, *labels, None, None, in_out, scales and list(scales)))
     options = {"in_out": in_out, "scales": scales, "softcap": CAP}
     compiled = torch.compile(lambda x, w: head_loss(x, w, labels, **options), backend="aot_eager", fullgraph=True)
     loss = compiled(x, weight)

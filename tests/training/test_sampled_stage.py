@@ -1,0 +1,40 @@
+"""Stages whose softmax has a part of the vocabulary."""
+
+import json
+
+import pytest
+
+from nanosprint.config import Execution
+from nanosprint.config.edit import to_dict
+from nanosprint.recipes import load_recipe
+from nanosprint.results.record import RunRecord
+from nanosprint.training.warmup import training_visits
+from tests.training.test_batch import STAGED, STAGES
+
+
+def staged(**sampled):
+    stages = to_dict(STAGES)
+    for key, value in sampled.items():
+        stages["stages"][int(key[1:])]["loss"]["sampled"] = value
+    return (*STAGED[:3], "schedule.stages=" + json.dumps(stages), *STAGED[4:])
+
+
+def test_a_stage_trains_with_a_part(train_tiny):
+    """And the next with all; the validation is whole in any case."""
+    plain, sampled = train_tiny("plain", *staged()), train_tiny("sampled", *staged(s0=160))
+    one, two = RunRecord.load(plain).val_loss, RunRecord.load(sampled).val_loss
+    assert one != two
+    assert two == pytest.approx(one, abs=0.3)
+
+
+def test_bad_numbers():
+    for value, said in ((100, "positive multiple of 16"), (0, "positive multiple of 16"), (4096, "model.vocab_size=")):
+        with pytest.raises(ValueError, match=said):
+            load_recipe("tiny", staged(s0=value))
+
+
+def test_a_graph_of_its_own():
+    """Where only the part differs between two stages of the same shapes."""
+    execution = Execution(attention="fa2", compile="default", tokens_per_microbatch=1 << 20, parts_per_microbatch=1)
+    visits = [len(training_visits(load_recipe("tiny", staged(**choice)), execution)) for choice in ({}, {"s0": 160})]
+    assert visits[1] >= visits[0]
