@@ -29,9 +29,9 @@ import torch
 from benchmarks.floors import visible_pairs
 from benchmarks.harness import graph_ms, write_rows
 from nanosprint.kernels import has_triton, tuning
-from nanosprint.ops.attention import available, backend, choose, reference
+from nanosprint.ops.attention import Call, available, backend, choose, reference
+from nanosprint.ops.attention_backends.measure import sample_documents
 from nanosprint.ops.attention_backends.probe import relative_error
-from nanosprint.ops.attention_backends.select import sample_documents
 from nanosprint.ops.attention_backends.table import TABLE
 
 MATRIX_RATE, BANDWIDTH = 790e12, 4.3e12  # measured on an H200: bf16 product of 8192³, device-to-device copy
@@ -325,9 +325,8 @@ def main():
         logging.getLogger("nanosprint").setLevel(logging.INFO)
         for B, S, H, K, window, longest in cases[:2]:
             begin = time.perf_counter()
-            packed = longest is not None
-            sizes = {"num_heads": H, "head_dim": K, "seq_len": S, "rows": B, "window": window, "max_seq_len": longest}
-            name = choose(device, dtype, needs_documents=packed, needs_window=window is not None, **sizes)
+            call = Call(rows=B, seq_len=S, num_heads=H, head_dim=K, window=window, longest=longest)
+            name = choose(device, dtype, [call])
             print(f"choose: {name} for {B} x {S} in {time.perf_counter() - begin:.2f} s", flush=True)
     run(cases, quick, device, dtype, start + args.seconds / 2, rows)
     if slow:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nanosprint.config.model import SoftcapSpec
 from nanosprint.ops.attention_backends.contract import Documents
-from nanosprint.ops.attention_backends.select import sample_documents
+from nanosprint.ops.attention_backends.measure import sample_documents
 from nanosprint.ops.fp8 import E4M3, E5M2, quantize, scale_of
 from nanosprint.ops.head_loss import Fp8Scales
 from nanosprint.ops.softcap_xent import Labels

@@ -1,7 +1,7 @@
 """Variants of a recipe, one after the other in one process, which compiles what they share once.
 
     python -m benchmarks.variants record-third --data DIR --seeds 1,2,3
-    python -m benchmarks.variants record-third exec.attention=triton --data DIR --runs runs/batch \\
+    python -m benchmarks.variants record-third --data DIR --runs runs/batch \\
         --variant base --variant "half: train.lanes=4 train.batch_tokens=196608 train.num_steps=626"
 
 Each variant is "NAME" or "NAME: KEY=VALUE ..."; each is run with every seed, seeds outermost, so that what drifts hits

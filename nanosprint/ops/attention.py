@@ -18,6 +18,9 @@ and in whether a compiled graph takes window and scale as data or is made anew f
 | reference | everywhere           | yes               | the formula, slow |
 """
 
+from collections.abc import Sequence
+from pathlib import Path
+
 import torch
 
 from nanosprint.ops.attention_backends.contract import (
@@ -31,22 +34,26 @@ from nanosprint.ops.attention_backends.contract import (
     scale_as_data,
     times,
 )
+from nanosprint.ops.attention_backends.measure import Call
 from nanosprint.ops.attention_backends.reference import reference
 from nanosprint.ops.attention_backends.sdpa import sdpa
-from nanosprint.ops.attention_backends.table import TABLE, Backend, Needs
+from nanosprint.ops.attention_backends.table import TABLE, Backend, Needs, needs_of
 from nanosprint.ops.attention_backends.table import TABLE as BACKENDS
 
 __all__ = [
     "BACKENDS",
     "Attention",
+    "Call",
     "Documents",
     "Limit",
+    "Needs",
     "Scale",
     "as_data",
     "available",
     "backend",
     "check_documents",
     "choose",
+    "needs_of",
     "pack_documents",
     "reference",
     "require",
@@ -73,63 +80,36 @@ def available(
     return {name: entry.refuses(needs) for name, entry in TABLE.items()}
 
 
-def require(
-    name: str,
-    device: torch.device,
-    dtype: torch.dtype,
-    *,
-    head_dim: int,
-    needs_documents: bool = False,
-    needs_window: bool = False,
-    training: bool = True,
-) -> None:
+def require(name: str, needs: Needs) -> None:
     """Raise ValueError if `name` cannot serve such a run; for whoever resolves a run, before anything starts."""
-    needs = Needs(
-        device=device,
-        dtype=dtype,
-        head_dim=head_dim,
-        documents=needs_documents,
-        window=needs_window,
-        training=training,
-    )
     reason = _entry(name).refuses(needs)
     if reason is not None:
         raise ValueError(f"exec.attention={name} cannot serve here: it {reason}")
     backend(name)
 
 
-def choose(
-    device: torch.device,
-    dtype: torch.dtype,
-    *,
-    num_heads: int,
-    head_dim: int,
-    seq_len: int,
-    needs_documents: bool,
-    needs_window: bool,
-    rows: int | None = None,
-    window: int | None = None,
-    max_seq_len: int | None = None,
-) -> str:
+def choose(device: torch.device, dtype: torch.dtype, calls: Sequence[Call], *, cache: Path | None = None) -> str:
     """What exec.attention=auto stands for: the fastest back end that passes a check on `device`.
 
     The check compares forward and backward with the reference on odd lengths, single-token and empty documents, window
-    0 and a window larger than any document; those that pass are timed for a few milliseconds on `rows` (default: as
-    many as make 32,768 tokens) of `seq_len` tokens with `window` (default, where needed: 640) and documents up to
-    `max_seq_len` (default: 2,048). Ranking and failures are logged once. Once 3 s are spent and something works, no
-    further one is tried; sdpa and flex only where nothing else works, triton only for documents or windows. On anything
-    but an NVIDIA GPU, and in other dtypes than bf16 and fp16, it is "sdpa" at once. Processes of one run should ask one
-    of them and share the answer, because timings differ.
+    0 and a window larger than any document; those that pass are timed, up to 2 s each, forward and backward on `calls`,
+    every one as often as it counts. One back end serves them all: that with the smallest sum, or an earlier one in
+    trial of equal ones; where there are documents or windows, one that bakes limits must stay below 0.9 of the others'
+    best. Once 5 s are spent and something works, no further one is begun; sdpa and flex only where nothing else works,
+    triton only for documents or windows. Ranking and failures are logged in a line.
+
+    cache: a folder for the outcome, which is taken from there where GPU, versions and calls are the same.
+
+    On anything but an NVIDIA GPU, in other dtypes than bf16 and fp16, and for no calls at all it is "sdpa" at once.
+    Processes of one run should ask one of them and share the answer, because timings differ. Raises ValueError where
+    nothing works, with the reasons.
     """
-    if device.type != "cuda" or torch.version.hip is not None or dtype not in (torch.bfloat16, torch.float16):
+    half = dtype in (torch.bfloat16, torch.float16)
+    if device.type != "cuda" or torch.version.hip is not None or not half or not calls:
         return "sdpa"
     from nanosprint.ops.attention_backends.select import fastest
 
-    needs = Needs(device=device, dtype=dtype, head_dim=head_dim, documents=needs_documents, window=needs_window)
-    if needs_window and window is None:
-        window = min(640, seq_len - 1)
-    rows = max(1, 32_768 // seq_len) if rows is None else rows
-    return fastest(needs, num_heads=num_heads, seq_len=seq_len, rows=rows, window=window, max_seq_len=max_seq_len)
+    return fastest(needs_of(calls, device, dtype), calls, cache=cache)
 
 
 def _entry(name: str) -> Backend:

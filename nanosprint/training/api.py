@@ -23,13 +23,14 @@ from nanosprint.results.metrics import metrics_sha256
 from nanosprint.results.record import OUTCOME, DataRecord, Mfu, RunRecord, ShardFile, Status, outcome_of
 from nanosprint.results.runs import RunDir
 from nanosprint.training import checkpoint, distributed
+from nanosprint.training.attention_choice import ATTENTION_LOGGER
 from nanosprint.training.clock import Clock
 from nanosprint.training.console import Display, open_display
 from nanosprint.training.distributed import World
 from nanosprint.training.energy import CountedElsewhere, EnergyMeter, open_meter
 from nanosprint.training.environment import environment
 from nanosprint.training.graphs import GraphCounter
-from nanosprint.training.log import RunLog
+from nanosprint.training.log import RunLog, noted
 from nanosprint.training.loop import Loop
 from nanosprint.training.peak import Peak, peak
 from nanosprint.training.request import RunRequest, save_request, start_run, timestamp
@@ -161,7 +162,8 @@ class _Session:
                 data = find_data(self.request)
                 check_data(data, self.world)
                 saved = self._saved()
-                prepared = prepare(self.request, self.world, data, kept)
+                with noted(self.log, ATTENTION_LOGGER, "attention"):
+                    prepared = prepare(self.request, self.world, data, kept)
                 if self.world.is_main:
                     save_tokenizer(data.tokenizer, self.run_dir.path)  # for sampling where the data is not
             except Exception as error:

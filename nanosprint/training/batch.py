@@ -14,7 +14,7 @@ from nanosprint.data.loader import Batch
 from nanosprint.model.context import Context, LossTensors
 from nanosprint.model.gpt import GPT
 from nanosprint.ops.attention import Documents
-from nanosprint.ops.attention_backends.select import LONGEST, sample_lengths
+from nanosprint.ops.attention_backends.measure import LONGEST, sample_lengths
 
 
 class ModelInput(NamedTuple):
@@ -135,14 +135,19 @@ def random_input(
     return next(model_inputs([batch], plan, attn_scale, parts))
 
 
-def _document_starts(recipe: Recipe, plan: StepPlan, rows: int, seed: int) -> Tensor:
-    """(rows, seq_len) bool: the places at which made-up documents start.
+def document_bounds(recipe: Recipe, plan: StepPlan) -> tuple[int, int]:
+    """Tokens of the shortest made-up document of such a step, a row's last aside, and of the longest.
 
-    None but a row's last is shorter than `data.mean_document`, so that the room made for their ends suffices.
+    None is shorter than `data.mean_document`, so that the room made for their ends suffices.
     """
     shortest = recipe.data.mean_document
     most = max(LONGEST, shortest)
-    longest = min(plan.seq_len, plan.max_document or most, most)
+    return shortest, min(plan.seq_len, plan.max_document or most, most)
+
+
+def _document_starts(recipe: Recipe, plan: StepPlan, rows: int, seed: int) -> Tensor:
+    """(rows, seq_len) bool: the places at which made-up documents start."""
+    shortest, longest = document_bounds(recipe, plan)
     lengths = sample_lengths(rows, plan.seq_len, longest, shortest=shortest, seed=seed)
     starts = torch.zeros(rows, plan.seq_len, dtype=torch.bool)
     for row, own in zip(starts, lengths, strict=True):

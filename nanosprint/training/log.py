@@ -5,8 +5,10 @@ Only rank 0 writes; on other ranks the same calls do nothing, so the loop needs 
 told in `results/metrics.py`.
 """
 
+import contextlib
+import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
@@ -17,7 +19,7 @@ from nanosprint.results.runs import RunDir
 from nanosprint.training.console import Display
 from nanosprint.training.trackers import TensorBoardTracker, Tracker, WandbTracker
 
-__all__ = ["RunLog", "train_line", "val_line"]
+__all__ = ["RunLog", "noted", "train_line", "val_line"]
 
 
 def train_line(*, step: int, tokens: int, loss: float, train_ms: float, **fields: Any) -> dict[str, Any]:
@@ -131,6 +133,29 @@ class RunLog:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+@contextlib.contextmanager
+def noted(log: RunLog, source: str, name: str) -> Iterator[None]:
+    """Note meanwhile what the logger `source` says, from INFO on, as events called `name`. They are not shown here."""
+    logger = logging.getLogger(source)
+    handler, level = _Notes(log, name), logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+class _Notes(logging.Handler):
+    def __init__(self, log: RunLog, name: str) -> None:
+        super().__init__(logging.INFO)
+        self._log, self._name = log, name
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._log.event(self._name, show=False, message=record.getMessage())
 
 
 def _write_all(file: int, data: bytes) -> None:

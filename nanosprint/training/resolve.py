@@ -7,13 +7,11 @@ import torch
 from nanosprint.config.edit import apply_overrides
 from nanosprint.config.recipe import Execution, Recipe
 from nanosprint.errors import UserError
-from nanosprint.ops.attention import choose, require
-from nanosprint.optim.build import DTYPES
 from nanosprint.optim.sharding import from_first
+from nanosprint.training.attention_choice import choose_attention
 from nanosprint.training.distributed import World
 from nanosprint.training.microbatch import resolve_micro_batches
 
-_SHORT_ROW = 256  # tokens up to which a CPU is fastest with all scores at once
 _BITS = {"bf16": 16, "fp32": 32, "fp64": 64}
 
 
@@ -24,7 +22,6 @@ def resolve(execution: Execution, recipe: Recipe, world: World) -> Execution:
     choices = {
         "device": device.type,
         "compute": compute,
-        "attention": _attention(execution, recipe, world, DTYPES[compute]),
         "compile": _compile(execution, recipe, device),
         "activation_budget": _activation_budget(execution),
         "threads": torch.get_num_threads(),
@@ -32,7 +29,8 @@ def resolve(execution: Execution, recipe: Recipe, world: World) -> Execution:
     resolved = apply_overrides(execution, choices)
     _check_compilers(resolved, world)
     _check_cuda_graphs(resolved)
-    return resolve_micro_batches(resolved, recipe, world)
+    resolved = resolve_micro_batches(resolved, recipe, world)
+    return apply_overrides(resolved, {"attention": choose_attention(resolved, recipe, world)})
 
 
 def _compute(execution: Execution, recipe: Recipe, device: torch.device) -> str:
@@ -61,33 +59,6 @@ def _bf16_is_faster_on_cpu(size: int = 512, repeats: int = 5) -> bool:
         return min(times)
 
     return best_time(torch.bfloat16) < 0.8 * best_time(torch.float32)
-
-
-def _attention(execution: Execution, recipe: Recipe, world: World, dtype: torch.dtype) -> str:
-    """The back end asked for, if it can serve here, or the fastest that the main process finds."""
-    device = world.device
-    model, plan = recipe.model, recipe.plan(recipe.train.num_steps // 2)
-    documents, windows = model.document_start is not None, plan.windows is not None
-    if execution.attention != "auto":
-        needs = {"needs_documents": documents, "needs_window": windows}
-        require(execution.attention, device, dtype, head_dim=model.head_dim, **needs)
-        return execution.attention
-    if device.type == "cpu" and not documents and max(model.seq_len, recipe.eval.seq_len) <= _SHORT_ROW:
-        return "batched"
-    chosen: str | None = None
-    if world.is_main:
-        chosen = choose(
-            device,
-            dtype,
-            num_heads=model.num_heads,
-            head_dim=model.head_dim,
-            seq_len=plan.seq_len,
-            needs_documents=documents,
-            needs_window=windows,
-            window=None if plan.windows is None else plan.windows.long,
-            max_seq_len=plan.max_document,
-        )
-    return str(from_first(chosen))
 
 
 def _compile(execution: Execution, recipe: Recipe, device: torch.device) -> str:

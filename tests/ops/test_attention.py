@@ -4,6 +4,7 @@ What a CPU cannot run is marked gpu and compared with `reference`, which is held
 """
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,9 @@ from hypothesis import strategies as st
 
 from nanosprint.ops.attention import (
     BACKENDS,
+    Call,
     Documents,
+    Needs,
     as_data,
     available,
     backend,
@@ -408,10 +411,10 @@ def test_what_a_cpu_offers():
     assert list(reasons) == list(BACKENDS)
     assert [name for name, reason in reasons.items() if reason is None] == ["sdpa", "batched", "reference"]
     assert available(CPU, training=False)["flex"] is None
-    require("sdpa", CPU, torch.float64, head_dim=64, needs_documents=True, needs_window=True)
+    require("sdpa", Needs(device=CPU, dtype=torch.float64, head_dim=64, documents=True, window=True))
     for name in ("cudnn", "flash", "fa2", "fa3", "fa4", "flex", "triton"):
         with pytest.raises(ValueError, match=f"exec.attention={name} cannot serve here: it "):
-            require(name, CPU, torch.bfloat16, head_dim=64)
+            require(name, Needs(device=CPU, dtype=torch.bfloat16, head_dim=64))
 
 
 # On a GPU
@@ -435,7 +438,7 @@ def on_cuda(name, **needs):
     """The back end, or a skip with the reason why this machine cannot run it."""
     device = torch.device("cuda")
     try:
-        require(name, device, torch.bfloat16, head_dim=64, **needs)
+        require(name, Needs(device=device, dtype=torch.bfloat16, head_dim=64, **needs))
     except ValueError as error:
         pytest.skip(str(error))
     return backend(name), device
@@ -507,10 +510,14 @@ def test_gpu_compiled(name):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("packed", [False, True])
-def test_gpu_choice(packed, caplog):
+def test_gpu_choice(packed, caplog, tmp_path):
     caplog.set_level("INFO")
-    sizes = {"num_heads": 6, "head_dim": 64, "seq_len": 4096}
-    name = choose(torch.device("cuda"), torch.bfloat16, **sizes, needs_documents=packed, needs_window=packed)
+    call = Call(rows=8, seq_len=4096, num_heads=6, head_dim=64, places=2)
+    call = replace(call, window=640, longest=2048) if packed else replace(call, places=1)
+    name = choose(torch.device("cuda"), torch.bfloat16, [call], cache=tmp_path)
     assert name in BACKENDS
-    assert f"attention: {name}, forward and backward on 8 x 4096 tokens" in caplog.text
+    assert caplog.messages[-1].startswith(f"attention {name}: ")
+    assert "forward and backward on 8 x 4,096 tokens" in caplog.messages[-1]
+    assert choose(torch.device("cuda"), torch.bfloat16, [call], cache=tmp_path) == name
+    assert "measured before" in caplog.messages[-1]
     print(caplog.text)

@@ -1,19 +1,32 @@
 """The choice of a back end, and the calls into libraries that are not installed here, with stand-ins for both."""
 
+import json
 import logging
 import sys
+from dataclasses import replace
 from types import ModuleType
 
 import pytest
 import torch
 from test_attention import inputs, kernel, kernel_backward
 
-from nanosprint.ops.attention import BACKENDS, backend, choose, pack_documents, reference
-from nanosprint.ops.attention_backends import fa3, library, probe, select
-from nanosprint.ops.attention_backends.table import Backend, Needs
+from nanosprint.ops.attention import (
+    BACKENDS,
+    Call,
+    backend,
+    check_documents,
+    choose,
+    needs_of,
+    pack_documents,
+    reference,
+    require,
+)
+from nanosprint.ops.attention_backends import fa3, library, measure, outcome, probe, select
+from nanosprint.ops.attention_backends.measure import sample_documents
+from nanosprint.ops.attention_backends.table import Backend
 
 CPU = torch.device("cpu")
-NEEDS = Needs(device=CPU, dtype=torch.float32, head_dim=16, documents=True, window=True)
+CALL = Call(rows=1, seq_len=64, num_heads=2, head_dim=16, window=5, longest=30)
 
 
 def wrong(q, k, v, scale, window, documents=None):
@@ -31,25 +44,28 @@ def fail_to_load():
 
 @pytest.fixture
 def table(monkeypatch):
-    """Back ends by name; the time of each is looked up instead of measured."""
-    entries, times = {"d": Backend(fail_to_load, lambda needs: None)}, {}
+    """Back ends by name; the time of each is looked up instead of measured, and `add.timed` notes which was asked."""
+    entries, times = {name: Backend(fail_to_load, lambda needs: None) for name in "abcde"}, {}
 
-    def add(name, attend=reference, ms=1.0, refuses=None):
-        entries[name] = Backend(lambda: attend, lambda needs: refuses)
+    def add(name, attend=reference, ms=1.0, refuses=None, **declared):
+        entries[name] = Backend(lambda: attend, lambda needs: refuses, **declared)
         times[attend] = ms
 
-    def look_up(attend, *shape):
-        if times[attend] is None:
+    def look_up(attend, call, *_, **__):
+        add.timed.append(attend)
+        ms = times[attend]
+        if ms is None:
             raise torch.OutOfMemoryError("too large")
-        return times[attend]
+        return ms(call) if callable(ms) else ms
 
     monkeypatch.setattr(select, "TABLE", entries)
+    monkeypatch.setattr(outcome, "TABLE", entries)
     monkeypatch.setattr(select, "time_ms", look_up)
     monkeypatch.setattr(select, "ORDER", ("e",))
     monkeypatch.setattr(select, "FALLBACKS", ())
     monkeypatch.setattr(select, "ORDER_MASKED", ("a", "b", "c"))
     monkeypatch.setattr(select, "FALLBACKS_MASKED", ("d",))
-    add.entries = entries
+    add.entries, add.timed = entries, []
     return add
 
 
@@ -57,8 +73,13 @@ def copy_of_reference():
     return lambda *arguments: reference(*arguments)
 
 
-def pick(**options):
-    return select.fastest(NEEDS, num_heads=2, seq_len=64, **options)
+def pick(calls=(CALL,), **options):
+    return select.fastest(needs_of(calls, CPU, torch.float32), calls, **options)
+
+
+def summary(caplog):
+    (line,) = [r.getMessage() for r in caplog.records if r.levelname == "INFO"]
+    return line
 
 
 def test_the_fastest_that_is_right(table, caplog):
@@ -66,10 +87,38 @@ def test_the_fastest_that_is_right(table, caplog):
     table("a", copy_of_reference(), ms=3.0)
     table("b", wrong, ms=1.0)
     table("c", copy_of_reference(), ms=2.0)
-    assert pick(rows=4) == "c"
+    assert pick([replace(CALL, rows=4)]) == "c"
     assert "b is installed but failed its check on cpu: wrong at window=0, documents" in caplog.text
-    (summary,) = [r.getMessage() for r in caplog.records if r.levelname == "INFO"]
-    assert summary.startswith("attention: c, forward and backward on 4 x 64 tokens: c 2.000 ms, a 3.000 ms. b: wrong")
+    assert summary(caplog).startswith("attention c: 2.00 ms; a 3.00; b: wrong at window=0")
+    assert "1 calls forward and backward on 4 x 64 tokens with windows 5; measured in" in summary(caplog)
+
+
+def test_every_layer_counts(table):
+    table("a", copy_of_reference(), ms=lambda call: 1.0 if call.window == 5 else 9.0)
+    table("b", copy_of_reference(), ms=lambda call: 3.0)
+    wide = replace(CALL, window=40)
+    assert pick([CALL, wide]) == "b"  # 1 + 9 against 6
+    assert pick([replace(CALL, count=4), wide]) == "a"  # 4 + 9 against 15
+
+
+def test_of_equal_ones_the_first(table):
+    for name in "abc":
+        table(name, copy_of_reference(), ms=2.0)
+    assert pick() == "a"
+
+
+@pytest.mark.parametrize(("ms", "winner"), [(0.91, "b"), (0.89, "a")])
+def test_graphs_for_every_window_must_be_worth_it(table, ms, winner):
+    table("a", copy_of_reference(), ms=ms, bakes_limits=True)
+    table("b", copy_of_reference(), ms=1.0)
+    assert pick() == winner
+
+
+def test_dense_rows_are_one_graph_anyway(table, monkeypatch):
+    monkeypatch.setattr(select, "ORDER", ("a", "b"))
+    table("a", copy_of_reference(), ms=0.99, bakes_limits=True)
+    table("b", copy_of_reference(), ms=1.0)
+    assert pick([replace(CALL, window=None, longest=None)]) == "a"
 
 
 def test_what_fails_is_passed_over_with_its_reason(table, caplog):
@@ -115,8 +164,7 @@ def test_a_fallback_only_where_nothing_else_works(table, caplog):
 def test_dense_rows_have_an_order_of_their_own(table):
     table("a", copy_of_reference(), ms=1.0)
     table("e", copy_of_reference(), ms=9.0)
-    dense = Needs(device=CPU, dtype=torch.float32, head_dim=16)
-    assert select.fastest(dense, num_heads=2, seq_len=64) == "e"
+    assert pick([replace(CALL, window=None, longest=None)]) == "e"
 
 
 def test_every_order_names_back_ends():
@@ -126,17 +174,177 @@ def test_every_order_names_back_ends():
     assert "triton" in select.ORDER_MASKED
 
 
-def test_nothing_works(table):
+def test_nothing_works(table, tmp_path):
     for name in "abcd":
         table(name, broken)
     with pytest.raises(ValueError, match=r"no attention back end works on cpu: a: RuntimeError at"):
-        pick()
+        pick(cache=tmp_path)
+    assert not list(tmp_path.iterdir())  # the next start tries again
+
+
+@pytest.fixture
+def two(table):
+    table("a", copy_of_reference(), ms=3.0)
+    table("b", copy_of_reference(), ms=2.0)
+    table("c", broken, packages=("pytest",))
+    return table
+
+
+def test_a_kept_outcome_is_taken_without_measuring(two, tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    folder = tmp_path / "made" / "if need be"
+    assert pick(cache=folder) == "b"
+    measured = summary(caplog)
+    caplog.clear()
+    two.timed.clear()
+    two("a", copy_of_reference(), ms=1.0)  # would win now
+    assert pick(cache=folder) == "b"
+    assert not two.timed
+    (path,) = folder.iterdir()  # and no temporary file
+    assert summary(caplog) == measured.split("; measured")[0] + f"; measured before, {path}"
+
+
+def test_without_a_folder_every_start_measures(two):
+    assert [pick(), pick()] == ["b", "b"]
+    assert len(two.timed) == 4
+
+
+def test_runs_that_start_side_by_side_agree(table, tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+
+    def meanwhile(call):
+        """While this run measures, another one is ready and has found otherwise."""
+        table("a", copy_of_reference(), ms=1.0)
+        table("b", refuses="is not needed here")
+        assert pick(cache=tmp_path) == "a"
+        return 1.0
+
+    table("a", copy_of_reference(), ms=5.0)
+    table("b", copy_of_reference(), ms=meanwhile)
+    assert pick(cache=tmp_path) == "a"
+    assert "measured by another run just now" in caplog.messages[-1]
+
+
+CHANGES = {
+    "calls": lambda monkeypatch: None,
+    "gpu": lambda monkeypatch: monkeypatch.setattr(outcome, "_gpu", lambda device: "another"),
+    "torch": lambda monkeypatch: monkeypatch.setattr(torch, "__version__", "9.9"),
+    "packages": lambda monkeypatch: monkeypatch.setattr(outcome.metadata, "version", lambda name: "9.9"),
+    "ours": lambda monkeypatch: monkeypatch.setattr(outcome, "_sources", list),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_under_other_circumstances_it_is_measured_anew(what, two, tmp_path, monkeypatch):
+    pick(cache=tmp_path)
+    two.timed.clear()
+    CHANGES[what](monkeypatch)
+    pick([replace(CALL, window=6)] if what == "calls" else [CALL], cache=tmp_path)
+    assert len(two.timed) == 2
+    assert len(list(tmp_path.iterdir())) == 2
+    two.timed.clear()
+    pick([replace(CALL, window=6)] if what == "calls" else [CALL], cache=tmp_path)
+    assert not two.timed
+
+
+def test_circumstances_are_named(two):
+    about = outcome.circumstances(needs_of([CALL], CPU, torch.float32), [CALL])
+    assert set(about) == {*CHANGES, "dtype"}
+    assert about["packages"] == {"pytest": pytest.__version__}
+    assert len(outcome._sources()) > 10
+    assert all(path.is_file() for path in outcome._sources())
+
+
+def spoil(change):
+    def write(path):
+        kept = json.loads(path.read_text())
+        change(kept)
+        path.write_text(json.dumps(kept))
+
+    return write
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda path: path.write_text(path.read_text()[:40]),
+        lambda path: path.write_bytes(b"\xff\x00"),
+        lambda path: path.write_text("[]"),
+        spoil(lambda kept: kept.pop("left_out")),
+        spoil(lambda kept: kept.update(times_ms={})),
+        spoil(lambda kept: kept.update(times_ms={"b": -1.0})),
+        spoil(lambda kept: kept.update(times_ms={"b": "fast"})),
+        spoil(lambda kept: kept.update(times_ms={"unheard of": 1.0})),
+        spoil(lambda kept: kept["circumstances"].update(gpu="another")),
+    ],
+)
+def test_a_damaged_file_is_measured_anew_and_replaced(damage, two, tmp_path, caplog):
+    pick(cache=tmp_path)
+    (path,) = tmp_path.iterdir()
+    good = path.read_text()
+    damage(path)
+    two.timed.clear()
+    assert pick(cache=tmp_path) == "b"
+    assert len(two.timed) == 2
+    (line,) = [r.getMessage() for r in caplog.records if str(path) in r.getMessage()]
+    assert line.startswith(f"attention: {path} cannot be used, measuring anew: ")
+    assert path.read_text() == good
+
+
+def test_a_folder_that_cannot_be_written(two, tmp_path, caplog):
+    (tmp_path / "file").write_text("")
+    assert pick(cache=tmp_path / "file" / "folder") == "b"
+    assert "the choice cannot be kept, the next start measures again" in caplog.text
 
 
 def test_off_a_gpu_it_is_sdpa():
-    sizes = {"num_heads": 2, "head_dim": 64, "seq_len": 64, "needs_documents": True, "needs_window": True}
-    assert choose(CPU, torch.bfloat16, **sizes) == "sdpa"
-    assert choose(torch.device("cuda"), torch.float64, **sizes) == "sdpa"  # decided without looking for one
+    cuda = torch.device("cuda")
+    assert choose(CPU, torch.bfloat16, [CALL]) == "sdpa"
+    assert choose(cuda, torch.float64, [CALL]) == "sdpa"  # decided without looking for one
+    assert choose(cuda, torch.bfloat16, []) == "sdpa"
+    require("sdpa", needs_of([CALL], cuda, torch.float64))
+
+
+def test_paired_heads_are_more_positions_of_fewer_heads():
+    call = replace(CALL, num_heads=6, rows=3, seq_len=500, longest=90, places=2)
+    single, double = replace(call, places=1).documents(CPU), call.documents(CPU)
+    assert call.shape == (3, 1000, 3, 16)
+    assert double.cu_seqlens.tolist() == [2 * end for end in single.cu_seqlens.tolist()]
+    assert (single.max_seq_len, double.max_seq_len) == (90, 180)
+    check_documents(double, *call.shape[:2])
+
+
+@pytest.mark.parametrize("as_data", [False, True])
+@pytest.mark.parametrize(("pass_ms", "counted"), [(1.0, 10), (4.0, 5), (400.0, 1)])
+def test_timing_asks_for_what_training_asks(as_data, pass_ms, counted, monkeypatch):
+    asked = []
+
+    def attend(q, k, v, scale, window, documents):
+        asked.append((q.shape, window, documents.max_seq_len))
+        return reference(q, k, v, scale, window, documents)
+
+    def passes_ms(work, repeats):
+        for _ in range(repeats):
+            work()
+        return [pass_ms] * repeats
+
+    monkeypatch.setattr(measure, "_passes_ms", passes_ms)
+    call = replace(CALL, places=2)
+    ms = measure.time_ms(attend, call, torch.float32, CPU, limits_as_data=as_data, at_most_ms=20.0)
+    assert (ms, len(asked)) == (pass_ms, 2 + counted)
+    assert {(shape, int(window), int(longest)) for shape, window, longest in asked} == {((1, 128, 1, 16), 5, 60)}
+    assert all(isinstance(limit, torch.Tensor if as_data else int) for _, *limits in asked for limit in limits)
+
+
+def test_needs_are_those_of_all_layers():
+    dense = replace(CALL, window=None, longest=None)
+    for calls, documents, window in [
+        ([dense], False, False),
+        ([dense, replace(CALL, longest=None)], False, True),
+        ([replace(CALL, window=None), dense], True, False),
+    ]:
+        needs = needs_of(calls, CPU, torch.bfloat16)
+        assert (needs.documents, needs.window, needs.head_dim) == (documents, window, 16)
 
 
 @pytest.mark.parametrize("name", ["sdpa", "reference"])
@@ -152,7 +360,7 @@ def test_the_check_finds_nan():
 
 
 def test_sampled_documents_fill_the_rows():
-    documents = select.sample_documents(3, 5000, 896, CPU)
+    documents = sample_documents(3, 5000, 896, CPU)
     ends = documents.cu_seqlens
     assert {5000, 10_000, 15_000} <= set(ends.tolist())
     assert int(ends[-1]) == 15_000

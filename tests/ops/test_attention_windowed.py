@@ -9,7 +9,7 @@ import torch
 from nanosprint.kernels import has_triton, tuning
 from nanosprint.ops.attention import available, backend, check_documents, pack_documents, require
 from nanosprint.ops.attention_backends import probe, windowed
-from nanosprint.ops.attention_backends.select import sample_documents
+from nanosprint.ops.attention_backends.measure import sample_documents
 from nanosprint.ops.attention_backends.table import TABLE, Needs
 
 CASES = {  # name: (rows, tokens of a row, lengths of documents or None, windows)
@@ -87,7 +87,7 @@ def test_what_it_refuses():
     cpu, half = torch.device("cpu"), torch.bfloat16
     assert "GPU" in available(cpu)["triton"]
     with pytest.raises(ValueError, match=r"exec.attention=triton cannot serve here: it runs on GPUs only, not on cpu"):
-        require("triton", cpu, half, head_dim=64)
+        require("triton", Needs(device=cpu, dtype=half, head_dim=64))
 
 
 @pytest.mark.parametrize(

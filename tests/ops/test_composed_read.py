@@ -9,7 +9,7 @@ from nanosprint.kernels import has_triton, tuning
 from nanosprint.ops import compose
 from nanosprint.ops.attention import pack_documents
 from nanosprint.ops.attention_backends.contract import first_key
-from nanosprint.ops.attention_backends.select import sample_documents
+from nanosprint.ops.attention_backends.measure import sample_documents
 from nanosprint.ops.compose import composed_read
 
 NAMES = ("q", "k", "v", "w1", "w2")

@@ -1,6 +1,6 @@
 """Which back ends there are, and what each cannot do. Nothing is imported or run to say so."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -8,12 +8,17 @@ import torch
 from nanosprint.ops.attention_backends import fa2, fa3, fa4, sdpa, windowed
 from nanosprint.ops.attention_backends.batched import batched
 from nanosprint.ops.attention_backends.contract import Attention
+from nanosprint.ops.attention_backends.measure import Call
 from nanosprint.ops.attention_backends.reference import reference
 
 
 @dataclass(frozen=True, kw_only=True)
 class Needs:
-    """What a run asks of attention."""
+    """What a run asks of attention. `needs_of` reads it off the calls, so that nothing is asked for that no layer does.
+
+    Paired heads ask for nothing: they are more positions of fewer heads. Key offset and composed attention are no
+    part of it: the one changes keys before, the other has kernels of its own, which look up visible keys like these.
+    """
 
     device: torch.device
     dtype: torch.dtype
@@ -21,6 +26,17 @@ class Needs:
     documents: bool = False
     window: bool = False
     training: bool = True
+
+
+def needs_of(calls: Sequence[Call], device: torch.device, dtype: torch.dtype) -> Needs:
+    """What all of `calls`, at least one, ask for together."""
+    return Needs(
+        device=device,
+        dtype=dtype,
+        head_dim=calls[0].head_dim,
+        documents=any(call.longest is not None for call in calls),
+        window=any(call.window is not None for call in calls),
+    )
 
 
 @dataclass(frozen=True)
@@ -35,6 +51,9 @@ class Backend:
     refuses: Callable[[Needs], str | None]
     compiles: bool = False  # at first use, for seconds
     bakes_limits: bool = False
+    packages: tuple[
+        str, ...
+    ] = ()  # whose versions decide on its speed, besides torch's; under every name they have had
 
 
 def _capability(device: torch.device) -> tuple[int, int]:
@@ -116,15 +135,17 @@ def _anything(needs: Needs) -> str | None:
     return None
 
 
+_TRITON = ("triton", "pytorch-triton")
+
 TABLE: dict[str, Backend] = {
     "sdpa": Backend(lambda: sdpa.sdpa, _anything, bakes_limits=True),
     "batched": Backend(lambda: batched, _no_documents, bakes_limits=True),
     "cudnn": Backend(lambda: sdpa.cudnn, _dense_only, bakes_limits=True),
     "flash": Backend(lambda: sdpa.flash, _dense_only, bakes_limits=True),
-    "flex": Backend(_load_flex, _flex, compiles=True),
+    "flex": Backend(_load_flex, _flex, compiles=True, packages=_TRITON),
     "fa2": Backend(fa2.load, _fa2),
-    "fa3": Backend(fa3.load, _fa3),
-    "fa4": Backend(fa4.load, _fa4, compiles=True),
-    "triton": Backend(windowed.load, _triton, compiles=True),
+    "fa3": Backend(fa3.load, _fa3, packages=("flash-attn-3", "flash-attn", "kernels")),
+    "fa4": Backend(fa4.load, _fa4, compiles=True, packages=("flash-attn-4", "nvidia-cutlass-dsl", "quack-kernels")),
+    "triton": Backend(windowed.load, _triton, compiles=True, packages=_TRITON),
     "reference": Backend(lambda: reference, _anything),
 }
