@@ -44,7 +44,8 @@ class Job:
 
     def request(self) -> RunRequest:
         """What the run is asked. Raises ValueError for overrides that cannot work."""
-        request = request_of(self.rung, self.overrides, self.seed, self.data)
+        words = {"train.checkpoint_last": "false", **self.overrides}  # gigabytes, and the record has what is asked for
+        request = request_of(self.rung, words, self.seed, self.data)
         budget = None if self.budget is None else parse_budget(self.budget)
         return replace(request, budget=budget, command=tuple(sys.argv))
 
@@ -102,7 +103,7 @@ def _carry_out(one: Job, runs: Path, gpu: str | None, runner: Runner, group: str
     with cold_caches() if one.cold else nullcontext() as environment:
         runner.train(folder, gpu=gpu, group=group, environment=environment)
     row = row_of(one, folder)
-    shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # gigabytes, and the record has what is asked for
+    shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     return row
 
 

@@ -46,6 +46,7 @@ class TrainConfig:
     log_every: int = field(default=10, metadata=UNHASHED)
     checkpoint_every: int = field(default=0, metadata=UNHASHED)  # steps; 0: by time only
     checkpoint_minutes: float = field(default=10.0, metadata=UNHASHED)
+    checkpoint_last: bool = field(default=True, metadata=UNHASHED)  # after the last step; gigabytes, to sample from
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ so that a race can go on where the program that made them has moved on.
 import re
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -93,8 +93,10 @@ class Race:
 
     def _request(self, entry: Entry, fitted: Recipe | None) -> RunRequest:
         one = self.contestant(entry.contestant)
+        recipe = fitted or one.recipe
+        train = replace(recipe.train, checkpoint_last=recipe.train.checkpoint_last and self.keep_checkpoints)
         return RunRequest(
-            recipe=fitted or one.recipe,
+            recipe=replace(recipe, train=train),
             execution=self.execution,
             seed=entry.seed,
             data=self.data,

@@ -268,7 +268,9 @@ class Loop:
         step, train = self.run.state.step, self.run.recipe.train
         if step == self.saved_step:
             return False
-        if step == last or (train.checkpoint_every and step % train.checkpoint_every == 0):
+        if step == last:
+            return train.checkpoint_last
+        if train.checkpoint_every and step % train.checkpoint_every == 0:
             return True
         if step % train.log_every:
             return False

@@ -404,3 +404,9 @@ def test_one_process_a_run_directory(train_tiny, nanosprint):
 def test_several_processes_want_a_launcher(train_tiny):
     with pytest.raises(ValueError, match="start several with torchrun"):
         train_tiny("run", execution={"device": "cpu", "gpus": 2})
+
+
+def test_no_checkpoint_after_the_last_step(train_tiny):
+    path = train_tiny("run", "train.checkpoint_every=6", "train.checkpoint_last=false", "train.num_steps=12")
+    assert [file.stem for file in (path / "checkpoints").glob("*.pt")] == ["step-00000006"]
+    assert RunRecord.load(path).steps == 12
