@@ -16,7 +16,7 @@ from pathlib import Path
 from nanosprint.data.datasets import ensure_dataset
 from nanosprint.data.lock import locked, try_lock
 from nanosprint.errors import UserError
-from nanosprint.evidence.jobs import Runner, orderly_end
+from nanosprint.evidence.jobs import Runner, gpus_for, orderly_end
 from nanosprint.evidence.series import Entry, Race, claim_race_dir, load_race, save_race
 from nanosprint.results.record import RunRecord
 from nanosprint.results.runs import RunDir
@@ -32,9 +32,17 @@ def start(race: Race, out: Path | None) -> Path:
     return folder
 
 
-def carry_on(folder: Path, say: Callable[[str], None]) -> Race:
-    """Carry out what is not done yet of the race in `folder`. Raises UserError where another process is at it."""
+def carry_on(folder: Path, say: Callable[[str], None], parallel: int = 1) -> Race:
+    """Carry out what is not done yet of the race in `folder`, `parallel` runs at a time, each on a GPU of its own.
+
+    All runs of a contestant stay on one GPU, so that its budget is fitted once, and there. Raises UserError where
+    another process is at it, and for several runs at a time of several processes each.
+    """
     race = load_race(folder)
+    if parallel > 1 and race.execution.gpus > 1:
+        raise UserError(
+            f"--gpus-parallel {parallel} is for runs of one process: this race has --gpus {race.execution.gpus}"
+        )
     lock = try_lock(folder / ".lock")
     if lock is None:
         raise UserError(f"another process is carrying out the race in {folder}: wait for it, or stop it")
@@ -42,7 +50,12 @@ def carry_on(folder: Path, say: Callable[[str], None]) -> Race:
         left = [entry for entry in race.order if not is_settled(RunDir(folder / entry.dir))]
         say(f"{len(left)} of {len(race.order)} runs to do, in {folder}")
         runner = Runner(say)
-        runner.run(left, lambda entry, _gpu: _carry_out(race, entry, folder, runner), group=race.group)
+        runner.run(
+            left,
+            lambda entry, gpu: _carry_out(race, entry, folder, runner, gpu),
+            gpus=gpus_for(parallel),
+            group=race.group if parallel == 1 else lambda entry: entry.contestant,
+        )
     return race
 
 
@@ -56,7 +69,7 @@ def is_settled(run: RunDir) -> bool:
     return record.status in ("finished", "stopped") and record.steps >= load_request(run).last_step
 
 
-def _carry_out(race: Race, entry: Entry, folder: Path, runner: Runner) -> str:
+def _carry_out(race: Race, entry: Entry, folder: Path, runner: Runner, gpu: str | None) -> str:
     """Begin a run or go on with it; what came out. Raises ValueError where it failed."""
     run = RunDir(folder / entry.dir)
     if not run.has_run:
@@ -64,7 +77,7 @@ def _carry_out(race: Race, entry: Entry, folder: Path, runner: Runner) -> str:
         save_request(run, race.request(entry, folder))
     _wait_for(run, lambda: runner.say(f"{entry.name}: still training since an earlier race: waiting for it"))
     if not is_settled(run):
-        runner.train(run.path, group=race.group(entry))
+        runner.train(run.path, gpu=gpu, group=race.group(entry))
     if not race.keep_checkpoints:
         shutil.rmtree(run.checkpoints_path, ignore_errors=True)
     record = RunRecord.load(run)

@@ -12,6 +12,7 @@ import pytest
 
 from nanosprint.config import Execution
 from nanosprint.data.lock import try_lock
+from nanosprint.evidence.jobs import Runner
 from nanosprint.evidence.race import carry_on, is_settled, start
 from nanosprint.evidence.series import load_race, plan_race
 from nanosprint.recipes import load_recipe
@@ -194,3 +195,30 @@ def test_mistakes(words, message, nanosprint):
     assert message in result.stderr
     assert result.returncode == 2
     assert "Traceback" not in result.stderr
+
+
+def test_several_at_a_time_each_contestant_on_one_gpu(plan, tmp_path, monkeypatch):
+    """With processes of their own, since two runs in one would share its random state."""
+    real, places = Runner.train, []
+
+    def train(self, run, *, gpu=None, **options):
+        places.append((run.name.split("-")[0], gpu))
+        real(self, run, gpu=gpu, **options)
+
+    monkeypatch.setattr(Runner, "train", train)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    folder = start(plan(TWO, processes="each", budget=parse_budget("0.001M")), tmp_path / "race")
+    race = carry_on(folder, print, 2)
+    assert sorted(set(places)) in ([("fat", "3"), ("thin", "5")], [("fat", "5"), ("thin", "3")])
+    assert len(places) == 4
+    steps = [RunRecord.load(folder / entry.dir).steps for entry in race.order]
+    assert len(set(steps)) == 1
+    with pytest.raises(ValueError, match="names 2"):
+        carry_on(folder, print, 3)
+
+
+def test_several_at_a_time_are_of_one_process_each(plan, tmp_path):
+    race = replace(plan(TWO), execution=Execution(device="cpu", gpus=2))
+    folder = start(race, tmp_path / "race")
+    with pytest.raises(ValueError, match=r"--gpus-parallel 2 is for runs of one process: this race has --gpus 2"):
+        carry_on(folder, print, 2)
