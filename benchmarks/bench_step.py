@@ -8,13 +8,13 @@ The plan is that of the middle step. With `--stages` it is that of each stage in
 process (`--stages all`: and of the extension); with `--stage N` that of one, counted from 0. Documents have web-like
 lengths.
 
-A row for each variant and stage: milliseconds a step, tokens/s, MFU against the named peak, peak memory; seconds until
-the first step was done, which is compilation, and what torch says it went to. With a profile (the default with stages)
-also time by kernel group beside its floor (`benchmarks/floors.py`), the longest kernels, and the share of time in which
-the GPU had nothing to do. Several processes that a launcher started measure together (`benchmarks/scaling.py`): a row
-has the slowest's milliseconds, what was sent, and how long no computing hid it. Steps follow each other as in training,
-without waiting for the device in between; where some groups are updated on every n-th step, a step is the mean of n.
-"""
+A row for each variant and stage: milliseconds a step, those in which the host launches it, tokens/s, MFU against the
+named peak, peak memory; seconds until the first step was done, which is compilation, and what torch says it went to.
+With a profile (the default with stages) also time by kernel group beside its floor (`benchmarks/floors.py`), the
+longest kernels, and the share of time in which the GPU had nothing to do. Several processes that a launcher started
+measure together (`benchmarks/scaling.py`): a row has the slowest's milliseconds, what was sent, and how long no
+computing hid it. Steps follow each other as in training, without waiting for the device in between; where some groups
+are updated on every n-th step, a step is the mean of n."""
 
 import argparse
 import gc
@@ -144,13 +144,14 @@ class Bench:
         for _ in range(WARM_UP * self.period):
             step()
         ms = max(from_all(self._time(step, steps)))
+        host_ms = max(from_all(self._host(step))) if self.device.type == "cuda" else None
         plan, size = self.plan(place, 0), self.world.size
         memory = torch.cuda.max_memory_allocated() / 2**30 if self.device.type == "cuda" else None
         ceiling = peak(self.device, self.execution.compute)
         flops = 1e3 * self.state.model.flops_per_token(plan.seq_len, plan.windows) * plan.batch_tokens / ms
         row = {
-            **self.about, "stage": place.name, "step": place.start, "ms": ms, "batch_tokens": plan.batch_tokens,
-            "us_per_token": 1e3 * ms / plan.batch_tokens, "tokens_per_s": 1e3 * plan.batch_tokens / ms,
+            **self.about, "stage": place.name, "step": place.start, "ms": ms, "host_ms": host_ms,
+            "batch_tokens": plan.batch_tokens, "us_per_token": 1e3 * ms / plan.batch_tokens, "tokens_per_s": 1e3 * plan.batch_tokens / ms,
             "mfu": flops / ceiling.flops / size if ceiling.flops else None, "peak": ceiling.source,
             "tokens_per_microbatch": plan.batch_tokens
             // (size * micro_batches_of(plan.batch_tokens, self.recipe.train.lanes, self.execution)),
@@ -172,6 +173,16 @@ class Bench:
         megabytes = sum(part.sent for part in parts) / 1e6
         return {"sent_mb": megabytes, "sent_gb_per_s": megabytes / ms, "messages": sum(p.messages for p in parts)}
 
+    def _host(self, step: Callable[[], None], repeats: int = 3) -> float:
+        """Milliseconds in which the host launches a step that finds the device idle: what it cannot be faster than."""
+        times = []
+        for _ in range(repeats * self.period):
+            synchronize()
+            start = time.perf_counter()
+            step()
+            times.append(1e3 * (time.perf_counter() - start))
+        return _mean_of_kinds(times, self.period)
+
     def _time(self, step: Callable[[], None], steps: int) -> float:
         """Milliseconds of a step: the median of each kind of step, and the mean of those."""
         synchronize()
@@ -181,7 +192,7 @@ class Bench:
             marks.append(mark(self.device))
         synchronize()
         times = [elapsed_ms(*pair) for pair in itertools.pairwise(marks)]
-        return statistics.mean(statistics.median(times[kind :: self.period]) for kind in range(self.period))
+        return _mean_of_kinds(times, self.period)
 
     def _profile(
         self, step: Callable[[], None], inputs: list[ModelInput], plan: StepPlan, ms: float, steps: int
@@ -210,6 +221,11 @@ class Bench:
             fp8 = self.execution.fp8 != "off" and has_fp8(self.device)
             row["floors_ms"] = floors_ms(Step(self.recipe, plan, self.state.model, inputs, fp8), ceilings)
         return row
+
+
+def _mean_of_kinds(times: list[float], period: int) -> float:
+    """Of times of steps whose kinds take turns: the mean of each kind's median."""
+    return statistics.mean(statistics.median(times[kind::period]) for kind in range(period))
 
 
 def first_call(step: Callable[[], None]) -> tuple[float, dict[str, float]]:
@@ -246,13 +262,14 @@ def show(row: dict[str, Any], top: int) -> str:
     mfu = "unknown" if row["mfu"] is None else f"{row['mfu']:.1%}"
     memory = "" if row["memory_gib"] is None else f"  {row['memory_gib']:.1f} GiB"
     idle = "" if row.get("idle") is None else f"  idle {row['idle']:.1%}"
+    host = "" if row.get("host_ms") is None else f"  host {row['host_ms']:.1f} ms"
     hidden = [ms for ms in row.get("exposed_ms", []) if ms is not None]
     exposed = f"  communication exposed {min(hidden):.2f} to {max(hidden):.2f} ms" if hidden else ""
     documents = "" if row["mean_document"] is None else f"  documents of {row['mean_document']:.0f}"
     phases = "  ".join(f"{phase} {seconds:.1f}" for phase, seconds in row["compile_s"].items())
     lines = [
         f"{row['stage']}: {row['ms']:.1f} ms  {row['us_per_token']:.3f} us/token  {row['tokens_per_s']:,.0f} tokens/s  "
-        f"MFU {mfu}{memory}{idle}{exposed}  micro-batches of {row['tokens_per_microbatch']:,}{documents}  "
+        f"MFU {mfu}{memory}{host}{idle}{exposed}  micro-batches of {row['tokens_per_microbatch']:,}{documents}  "
         f"{row['compute']}",
         f"  start-up: built {row['build_s']:.1f} s  first step {row['first_step_s']:.1f} s, of it {phases}",
     ]

@@ -124,6 +124,9 @@ def test_a_step_is_the_mean_over_its_kinds(bench, monkeypatch):
     monkeypatch.setattr(bench_step, "mark", lambda device: next(clock))
     monkeypatch.setattr(bench_step, "elapsed_ms", lambda start, stop: stop - start)
     assert bench._time(lambda: None, 3) == 2.5
+    seconds = iter([0.0, 0.001, 1.0, 1.004, 2.0, 2.002, 3.0, 3.004, 4.0, 4.009, 5.0, 5.004])
+    monkeypatch.setattr(bench_step.time, "perf_counter", lambda: next(seconds))
+    assert bench._host(lambda: None) == pytest.approx(3.0)  # (1, 2, 9) and (4, 4, 4)
 
 
 def test_seconds_of_compilation(monkeypatch):
