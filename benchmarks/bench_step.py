@@ -14,7 +14,8 @@ With a profile (the default with stages) also time by kernel group beside its fl
 longest kernels, and the share of time in which the GPU had nothing to do. Several processes that a launcher started
 measure together (`benchmarks/scaling.py`): a row has the slowest's milliseconds, what was sent, and how long no
 computing hid it. Steps follow each other as in training, without waiting for the device in between; where some groups
-are updated on every n-th step, a step is the mean of n."""
+are updated on every n-th step, a step is the mean of n.
+"""
 
 import argparse
 import gc
@@ -151,7 +152,8 @@ class Bench:
         flops = 1e3 * self.state.model.flops_per_token(plan.seq_len, plan.windows) * plan.batch_tokens / ms
         row = {
             **self.about, "stage": place.name, "step": place.start, "ms": ms, "host_ms": host_ms,
-            "batch_tokens": plan.batch_tokens, "us_per_token": 1e3 * ms / plan.batch_tokens, "tokens_per_s": 1e3 * plan.batch_tokens / ms,
+            "batch_tokens": plan.batch_tokens,
+            "us_per_token": 1e3 * ms / plan.batch_tokens, "tokens_per_s": 1e3 * plan.batch_tokens / ms,
             "mfu": flops / ceiling.flops / size if ceiling.flops else None, "peak": ceiling.source,
             "tokens_per_microbatch": plan.batch_tokens
             // (size * micro_batches_of(plan.batch_tokens, self.recipe.train.lanes, self.execution)),
