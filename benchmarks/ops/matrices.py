@@ -91,8 +91,9 @@ def polar(sizes: Sizes) -> Iterator[Case]:
 def first_update(weight: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
     """What Muon's first step adds to bf16 weights, all of the record's options on: in fp32, from formulas.
 
-    Orthogonalised is the direction as rounded to bf16, which is part of the rule. Two answers: cautious decay is a jump where a direction changes its sign, and bf16 decides it for entries near zero. There
-    the second has the other choice, and elsewhere it is the same.
+    What is orthogonalised is rounded to bf16 first, as a part of the rule. Two answers: cautious decay is a jump where
+    a direction changes its sign, and bf16 decides it for entries near zero. There the second has the other choice, and
+    elsewhere it is the same.
     """
     direction = textbook_polar(((1 - MOMENTUM**2) * grad.float()).bfloat16().float())
     rows, cols = weight.shape[-2:]

@@ -197,7 +197,7 @@ RELU2_CANDIDATES = {  # tiles for the benchmark to try; the first of each kind i
     ),
 }
 
-REQUANTIZE = (64, 4096, 8)  # blocks a matrix, elements at a time, warps: not measured yet
+PEAKS = (64, 4096, 8)  # blocks a weight, elements at a time, warps: not measured yet
 TURN_CODES = (64, 128, 4)  # rows, columns, warps of a tile of codes: not measured yet
 
 
