@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanosprint.kernels.parts import ceil_div
+
 _BLOCK = 2048  # elements of a program, as in `kernels.muon`; not measured yet
 _NARROW = (torch.float32, torch.bfloat16, torch.float16)
 _MOST = 2**31 - 2**16  # elements of a tensor: offsets are 32 bits wide
@@ -62,7 +64,7 @@ def adam_step(
         size = tensors[0].numel()
         if size:
             with torch.cuda.device_of(tensors[0]):
-                _adam_kernel[(triton.cdiv(size, _BLOCK),)](
+                _adam_kernel[(ceil_div(size, _BLOCK),)](
                     *tensors, size, *numbers, CAUTIOUS=cautious, BLOCK=_BLOCK, num_warps=8
                 )
     torch.autograd.graph.increment_version(params)  # autograd did not see the change

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanosprint.kernels.parts import ceil_div
 from nanosprint.kernels.tuning import QUANTIZE
 
 
@@ -46,7 +47,7 @@ def quantize(x: Tensor, out: Tensor | None, transposed: Tensor | None, inverse: 
         return
     block_r, block_c, warps = QUANTIZE
     padded = rows if transposed is None else transposed.shape[1]
-    grid = (triton.cdiv(padded, block_r) * triton.cdiv(cols, block_c),)
+    grid = (ceil_div(padded, block_r) * ceil_div(cols, block_c),)
     with torch.cuda.device_of(x):
         _quantize_kernel[grid](
             x, target if out is None else out, target, inverse, limit, rows, cols, padded, x.stride(0),

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanosprint.kernels.parts import FLOATS, larger, upload
+from nanosprint.kernels.parts import FLOATS, ceil_div, larger, upload
 from nanosprint.kernels.tuning import PEAKS, QUANTIZE, TURN_CODES
 
 if TYPE_CHECKING:
@@ -168,7 +168,7 @@ def _quantize(rows: list[list[int]], table: Tensor, peaks: Tensor, dtype: torch.
 
 def _grid(rows: list[list[int]], block_r: int, block_c: int) -> tuple[int, int]:
     """As many tiles as the largest weight has, for each."""
-    tiles = max(-(-row[_ROWS.value] // block_r) * -(-row[_COLS.value] // block_c) for row in rows)
+    tiles = max(ceil_div(row[_ROWS.value], block_r) * ceil_div(row[_COLS.value], block_c) for row in rows)
     return tiles, len(rows)
 
 

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanosprint.kernels.parts import ceil_div
 from nanosprint.kernels.symmetric import Operand, product
 from nanosprint.kernels.tuning import cublas_gram, full_tile, symmetric_tile
 
@@ -31,7 +32,7 @@ def divide(X: Tensor, norms: Tensor, margin: float = 1.0, eps: float = 0.0) -> T
     out, size = torch.empty_like(X), X.shape[1] * X.shape[2]
     if X.numel():
         with torch.cuda.device_of(X):
-            _divide_kernel[(triton.cdiv(size, _BLOCK), len(X))](
+            _divide_kernel[(ceil_div(size, _BLOCK), len(X))](
                 X, out, norms, size, margin, eps, BLOCK=_BLOCK, num_warps=8
             )
     return out

@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from nanosprint.kernels.parts import ceil_div
 from nanosprint.kernels.tuning import Tile
 
 
@@ -122,7 +123,7 @@ def product(
     target = out.tiles(tile.m, tile.n)
     added = target if add is None else add.tiles(tile.m, tile.n)
     flags = (symmetric, add is not None, turn_p, turn_q, tile.m, tile.n, tile.k, 8, once)
-    rows, cols = triton.cdiv(M, tile.m), triton.cdiv(N, tile.n)
+    rows, cols = ceil_div(M, tile.m), ceil_div(N, tile.n)
     with torch.cuda.device_of(out.X):  # Triton launches on the current device
         _launch(
             (rows * (rows + 1) // 2 if symmetric else rows * cols, batch, 1),
