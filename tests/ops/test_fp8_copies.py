@@ -5,6 +5,7 @@ import torch
 
 from nanosprint.ops import fp8
 from nanosprint.ops.fp8_copies import Copy, renew, renew_reference
+from tests.ops.counted import Counted
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SHAPES = [((96, 48), (48, 48)), ((48, 48),), ((32, 80),), ((160, 144),), ((16, 16), (16, 16), (32, 16))]
@@ -129,19 +130,6 @@ def test_a_copy_cannot_lag_behind_a_factor():
 
 def test_kernel_logic_in_the_interpreter(run_interpreted):
     run_interpreted(__file__)
-
-
-class Counted:
-    """A kernel that counts its launches."""
-
-    launches = 0
-
-    def __init__(self, kernel):
-        self.kernel = kernel
-
-    def __getitem__(self, grid):
-        Counted.launches += 1
-        return self.kernel[grid]
 
 
 def interpreted():

@@ -9,6 +9,7 @@ from nanosprint.optim import Muon
 from nanosprint.optim import muon as rule
 from nanosprint.optim.adam import adamw_, adamw_triton_
 from nanosprint.optim.mantissa import join
+from tests.ops.counted import Counted
 
 SHAPES = [(256, 768), (256, 768), (768, 256), (33, 50), (1, 9), (6, 2, 3, 3), (300, 257)]
 
@@ -94,6 +95,7 @@ def interpreted():
     variance_kernels()
     apply_kernel()
     adam_kernel()
+    adam_together()
     quantize_kernel()
 
 
@@ -200,6 +202,43 @@ def adam_kernel():
                     tolerance = 8e-3 if dtype == torch.bfloat16 else 2e-6
                     torch.testing.assert_close(params, twins[0], rtol=tolerance, atol=1e-6)
                     torch.testing.assert_close([averages, squares], twins[2:], rtol=2e-6, atol=1e-6)
+
+
+def adam_together():
+    """Optimizers of other rates, memories and dtypes in a launch for each kind, bit for bit as one by one."""
+    from nanosprint.kernels import adam as kernels
+    from nanosprint.optim import adam
+
+    adam._takes_triton = lambda batch: kernels.can_fuse(*batch)
+    one, every = kernels._adam_kernel, kernels._adam_all_kernel
+    kernels._adam_kernel, kernels._adam_all_kernel = Counted(one), Counted(every)
+    groups = [
+        ((3000, 1), 0.1, (0.9, 0.99)), ((5,), 0.3, (0.5, 0.95)), ((2049,), 1e-3, (0.9, 0.95)),
+        ((0, 7), 0.1, (0.9, 0.9)),
+    ]  # fmt: skip
+    ends = []
+    for together in (True, False):
+        torch.manual_seed(1)
+        optimizers = []
+        for i, (sizes, lr, betas) in enumerate(groups):
+            dtype = torch.bfloat16 if i % 2 else torch.float32
+            params = [torch.nn.Parameter(torch.randn(size).to(dtype)) for size in sizes]
+            options = {"eps": 1e-10, "eps_form": "uncorrected", "decay": "cautious", "weight_decay": 0.5 * i}
+            optimizers.append(adam.AdamW(params, lr=lr, betas=betas, **options))
+        Counted.launches = 0
+        for _ in range(3):
+            for optimizer in optimizers:
+                for param in optimizer.param_groups[0]["params"]:
+                    param.grad = torch.randn_like(param)
+            if together:
+                adam.step_together(optimizers)
+            for optimizer in () if together else optimizers:
+                optimizer.step()
+        assert Counted.launches == 3 * (2 if together else 5), Counted.launches  # kinds; tensors with anything in them
+        held = [(p, o.state[p]) for o in optimizers for p in o.param_groups[0]["params"]]
+        ends.append([t for p, state in held for t in (p.detach(), *state.values())])
+    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+    kernels._adam_kernel, kernels._adam_all_kernel = one, every
 
 
 def quantize_kernel():
