@@ -31,10 +31,11 @@ from benchmarks.bench_optim import copy_rate, matmul_rate, time_ms
 from benchmarks.harness import synchronize, write_rows
 from benchmarks.inputs import CAP, SCALES, record_labels
 from nanosprint.kernels import softcap_xent as kernels
-from nanosprint.model import fp8_weight
 from nanosprint.model.fp8_projection import Fp8Projection
+from nanosprint.model.fp8_weight import Fp8Weight
 from nanosprint.model.techniques.head_gate import gated
 from nanosprint.ops import fp8
+from nanosprint.ops.fp8_copies import renew
 from nanosprint.ops.head_loss import head_loss
 from nanosprint.ops.qk_norm_rotary import qk_norm_rotary
 from nanosprint.ops.rms_norm import rms_norm
@@ -117,7 +118,7 @@ def whole(name, kind, tokens, device):
     weight = (0.02 * torch.randn(width, DIM, device=device)).bfloat16().requires_grad_()
     factor = torch.tensor(0.5, device=device, requires_grad=True)
     project, copies = projected(kind, (width, DIM), device)
-    fp8_weight.refresh([fp8_weight.Source(c, (weight.detach(),), factor.detach()) for c in copies])
+    renew([c.copy_of((weight,), factor) for c in copies])
     angles = torch.rand(tokens // rows, DIM // HEADS // 2, device=device)
     cos, sin, x, gate = angles.cos(), angles.sin(), random(DIM), random(HEADS)
     gradients = [random(HEADS, DIM // HEADS) for _ in range(3)] if name == "qkv" else [random(DIM)]
@@ -156,15 +157,15 @@ def projection_rows(sizes, device="cuda"):
 
 def refresh_rows(device="cuda", layers=10):
     """A refresh of all copies, as after an update: QKV in two parts and the output projection of every layer."""
-    sources = []
+    copies = []
     for parts in ((2 * DIM, DIM), (DIM,)) * layers:
         weights = tuple(torch.randn(n, DIM, device=device).bfloat16() for n in parts)
-        copies = fp8_weight.Fp8Weight((sum(parts), DIM), torch.device(device), turned=True)
-        sources.append(fp8_weight.Source(copies, weights, torch.ones((), device=device)))
-    ms, low, high = time_ms(lambda: fp8_weight.refresh(sources), device, 15)
+        weight = Fp8Weight((sum(parts), DIM), torch.device(device), turned=True)
+        copies.append(weight.copy_of(weights, torch.ones((), device=device)))
+    ms, low, high = time_ms(lambda: renew(copies), device, 15)
     synchronize()
     start = time.perf_counter()
-    fp8_weight.refresh(sources)
+    renew(copies)
     host = 1e3 * (time.perf_counter() - start)
     synchronize()
     print(f"refresh of {layers} layers {ms:.3f} ms ({low:.3f} .. {high:.3f}), host {host:.3f} ms")

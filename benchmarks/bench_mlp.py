@@ -27,8 +27,9 @@ from benchmarks.inputs import Sizes, mlp_operands
 from nanosprint.config import Fp8MLPSpec
 from nanosprint.kernels import tuning
 from nanosprint.kernels.linear_relu2 import relu2_pass, relu2_product
-from nanosprint.model.fp8_mlp import Fp8MLP, refresh
+from nanosprint.model.fp8_mlp import Fp8MLP
 from nanosprint.ops.fp8 import E4M3, E5M2, quantize, scale_from, scale_of, scaled_product
+from nanosprint.ops.fp8_copies import renew
 from nanosprint.ops.linear_relu2 import relu2_mlp
 
 DIM, HIDDEN, LAYERS = 768, 3072, 11
@@ -172,7 +173,7 @@ class Composed(torch.autograd.Function):
 
 def state_of(up, down, **options):
     state = Fp8MLP(up, Fp8MLPSpec(**options), in_out=True)
-    refresh([(state, up, down)], 0)
+    renew(state.copies_of(up, down, 0))
     return state
 
 
@@ -236,11 +237,11 @@ def bench_whole(rows, tokens, roofs):
 def bench_refresh(rows):
     """Codes and scales of all layers' weights."""
     for backward in (False, True):
-        mlps = []
+        copies = []
         for _ in range(LAYERS):
             up, down = (torch.randn(HIDDEN, DIM, device="cuda") for _ in range(2))
-            mlps.append((Fp8MLP(up, Fp8MLPSpec(backward=backward), in_out=True), up, down))
-        work = functools.partial(refresh, mlps, 99)
+            copies += Fp8MLP(up, Fp8MLPSpec(backward=backward), in_out=True).copies_of(up, down, 99)
+        work = functools.partial(renew, copies)
         report(rows, f"refresh, {LAYERS} layers{', turned copies' if backward else ''}", 0, work, 0, 0.0)
         torch.cuda.synchronize()
         begin = time.perf_counter()

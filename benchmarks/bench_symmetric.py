@@ -1,9 +1,10 @@
 """Symmetric products against cuBLAS: `python benchmarks/bench_symmetric.py [--tiles] [--json FILE]`, on a GPU.
 
-For each product of the orthogonalisation and each shape of a 124M GPT-2: microseconds of a launch by Triton and by
-`torch.bmm` or `torch.baddbmm`, and the floor, which is the larger of half the operations (all for the last product) at
-the matrix rate and of the bytes at the copy rate, both measured on the same card. Launches are replayed from a CUDA
-graph, so that the host's time does not count. --tiles times a list of tiles instead of the one that `tuning` names.
+For each product of the orthogonalisation and each shape of a 124M GPT-2, and then of the record: microseconds of a
+launch by Triton and by `torch.bmm` or `torch.baddbmm`, and the floor, which is the larger of half the operations (all
+for the last product) at the matrix rate and of the bytes at the copy rate, both measured on the same card. Launches are
+replayed from a CUDA graph, so that the host's time does not count. --tiles times a list of tiles instead of the one
+that `tuning` names.
 """
 
 import argparse
@@ -13,12 +14,19 @@ import torch
 
 from benchmarks.bench_optim import copy_rate, matmul_rate
 from benchmarks.harness import graph_ms, write_rows
+from benchmarks.inputs import Sizes
 from nanosprint.kernels.symmetric import Operand, product
 from nanosprint.kernels.tuning import Tile, full_tile, symmetric_tile
 from nanosprint.ops.symmetric import xtx, xxt
 
-SHAPES = ((24, 256, 768), (48, 768, 768), (12, 3072, 768), (12, 768, 3072))
-SQUARE = (Tile(128, 128, 64, 3, 4), Tile(128, 128, 64, 3, 8), Tile(128, 128, 32, 5, 4), Tile(64, 64, 128, 3, 4))
+SHAPES = ((24, 256, 768), (48, 768, 768), (12, 3072, 768), (12, 768, 3072), *Sizes(tokens=1).banks)
+# More blocks of small tiles on a multiprocessor, and operands read once on the diagonal: no spills on sm_90.
+SQUARE = (
+    *(Tile(128, 128, *rest, once=once) for once in (False, True) for rest in ((64, 3, 4), (64, 3, 8), (128, 2, 4))),
+    *(Tile(64, 64, *rest, once=once) for once in (False, True) for rest in ((128, 3, 4), (64, 3, 4), (64, 4, 4))),
+    Tile(128, 128, 32, 5, 4),
+    Tile(128, 128, 64, 4, 8),
+)
 OBLONG = (Tile(128, 128, 64, 3, 4), Tile(128, 128, 64, 3, 8), Tile(128, 256, 64, 4, 8), Tile(256, 128, 64, 3, 8))
 
 
@@ -59,7 +67,7 @@ def measure(name, P, Q, add, symmetric, tiles, roofs):
             lambda t=tile: product(left, right, target, t, symmetric=symmetric, **turn, **epilogue)
         )
         shape = f"{batch} x {M} x {N}, K {K}"
-        print(f"{name:12s} {shape:26s} {tuple(tile)!s:22s} {us:7.1f} us ({low:.1f} .. {high:.1f})", end="  ")
+        print(f"{name:12s} {shape:26s} {tuple(tile)!s:29s} {us:7.1f} us ({low:.1f} .. {high:.1f})", end="  ")
         print(f"cuBLAS {cublas[0]:6.1f} = {cublas[0] / us:.2f} x, floor {floor:5.1f} = {floor / us:.0%}")
         yield {
             "name": name, "shape": shape, "tile": tile, "us": us, "p20": low, "p80": high,

@@ -180,10 +180,40 @@ def test_what_is_wrong_is_not_timed(monkeypatch, module, name, make, breaks):
     assert "WRONG [1]" in table([row])
 
 
-def test_an_update_without_decay_is_wrong(monkeypatch):
-    monkeypatch.setitem(matrices.RULE, "weight_decay", 0.0)
-    (muon,) = matrices.muon(tiny())
-    assert muon.check() > muon.tolerance
+LARGER = Sizes(tokens=64, device="cpu", dim=256, banks=((2, 256, 128), (1, 128, 256)))
+
+
+def larger(**faults):
+    """Muon's case on matrices large enough for the tight tolerance, the rule broken in some way."""
+    with pytest.MonkeyPatch.context() as patch:
+        for option, value in faults.items():
+            patch.setitem(matrices.RULE, option, value)
+        (case,) = matrices.muon(replace(LARGER))
+    return case
+
+
+def test_noise_of_cautious_decay_is_no_error(monkeypatch):
+    """Signs of near-zero entries differ from the formula's; that alone, were it held against the rule, exceeds."""
+    case = larger()
+    assert case.tolerance == 1.5e-2
+    assert case.check() < 1.2e-2
+    monkeypatch.setattr(matrices, "nearer", lambda got, either: either[0])
+    assert larger().check() > 2e-2
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        {"weight_decay": 0.0}, {"weight_decay": 1.1 * matrices.DECAY}, {"decay": "plain"}, {"lr": 1.03 * matrices.LR},
+        {"variance_beta": None}, {"orthogonalizer": "ns5"},
+    ],
+)  # fmt: skip
+def test_a_rule_that_is_slightly_off_is_wrong(fault):
+    case = larger(**fault)
+    assert case.check() > case.tolerance
+
+
+def test_adam_without_decay_is_wrong(monkeypatch):
     (adam,) = tables.adam(tiny())
     monkeypatch.setattr(tables, "DECAY", 0.0)  # of the formula alone, since the rule is made already
     assert adam.check() > adam.tolerance

@@ -17,6 +17,9 @@ from nanosprint.optim.mantissa import join
 
 PRODUCT = "a product by itself"
 LR, MOMENTUM, BETA, DECAY = 0.023, 0.95, 0.9, 1.2
+# Of a direction's RMS. bf16 moves entries by 1 % of it, which decides cautious decay differently for 1 % of them; that
+# alone is 3 to 5 % of the update, five times the rest. An entry this far from zero, at eight times that, is decided.
+UNSURE = 0.08
 RULE = {
     "lr": LR, "momentum": MOMENTUM, "orthogonalizer": "polar_express", "variance_beta": BETA, "decay": "cautious",
     "weight_decay": DECAY, "mantissa": True, "stacked": True,
@@ -85,19 +88,35 @@ def polar(sizes: Sizes) -> Iterator[Case]:
     )  # fmt: skip
 
 
-def first_update(weight: Tensor, grad: Tensor) -> Tensor:
-    """What Muon's first step adds to bf16 weights, all of the record's options on: in fp32, from formulas."""
-    direction = textbook_polar((1 - MOMENTUM**2) * grad.float())
+def first_update(weight: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    """What Muon's first step adds to bf16 weights, all of the record's options on: in fp32, from formulas.
+
+    What is orthogonalised is rounded to bf16 first, as a part of the rule. Two answers: cautious decay is a jump where
+    a direction changes its sign, and bf16 decides it for entries near zero. There the second has the other choice, and
+    elsewhere it is the same.
+    """
+    direction = textbook_polar(((1 - MOMENTUM**2) * grad.float()).bfloat16().float())
     rows, cols = weight.shape[-2:]
     length = direction.norm(dim=(-2, -1), keepdim=True)
     direction = direction / direction.square().mean(-1 if rows >= cols else -2, keepdim=True).sqrt()
     direction = direction * length / direction.norm(dim=(-2, -1), keepdim=True)
-    step = LR * max(1.0, rows / cols) ** 0.5 * direction
-    return -step - torch.where(direction * weight.float() >= 0, LR * DECAY * _ratio(rows, cols) * weight.float(), 0.0)
+    step = LR * max(1.0, rows / cols) ** 0.5
+    shrink, shrinks = step * LR * DECAY * weight.float(), direction * weight.float() >= 0
+    unsure = direction.abs() < UNSURE * direction.square().mean((-2, -1), keepdim=True).sqrt()
+    return tuple(-step * direction - torch.where(chosen, shrink, 0.0) for chosen in (shrinks, shrinks ^ unsure))
 
 
-def _ratio(rows: int, cols: int) -> float:
-    return LR * max(1.0, rows / cols) ** 0.5
+def nearer(got: Tensor, either: tuple[Tensor, Tensor]) -> Tensor:
+    """Entry by entry, whichever of the two is nearer to `got`."""
+    one, other = either
+    return torch.where((got - one).abs() <= (got - other).abs(), one, other)
+
+
+def uneven(grad: Tensor) -> Tensor:
+    """Rows, or of a wide matrix columns, of a fourth to four times their size: such as make evening out show."""
+    tall = grad.shape[-2] >= grad.shape[-1]
+    sizes = torch.linspace(-2, 2, max(grad.shape[-2:]), device=grad.device).exp2().to(grad.dtype)
+    return grad * (sizes[:, None] if tall else sizes)
 
 
 def muon(sizes: Sizes) -> Iterator[Case]:
@@ -105,7 +124,7 @@ def muon(sizes: Sizes) -> Iterator[Case]:
     params = [torch.nn.Parameter(sizes.random(*bank)) for bank in sizes.banks]  # so large that decay shows
     twins = [torch.nn.Parameter(matrix.clone()) for param in params for matrix in param.detach()]
     for param in (*params, *twins):
-        param.grad = 1e-3 * sizes.random(*param.shape)
+        param.grad = uneven(1e-3 * sizes.random(*param.shape))
     optimizer = Muon(params, **RULE)
 
     def check() -> float:
@@ -113,11 +132,13 @@ def muon(sizes: Sizes) -> Iterator[Case]:
         expected = [first_update(p, _gradient(q)) for p, q in zip(before, params, strict=True)]
         optimizer.step()
         after = [join(p.detach(), optimizer.state[p]["mantissa"]) for p in params]
-        return error_of([a - b.float() for a, b in zip(after, before, strict=True)], expected)
+        moves = [a - b.float() for a, b in zip(after, before, strict=True)]
+        return error_of(moves, [nearer(*pair) for pair in zip(moves, expected, strict=True)])
 
     nbytes = 18 * sum(p.numel() for p in params)
+    # 1e-2 is what the orthogonalisation in bf16 is off by; of the few rows of a tiny model, 2e-2.
     yield Case(
-        shape=_names(sizes), ours=optimizer.step, check=check, tolerance=4e-2,
+        shape=_names(sizes), ours=optimizer.step, check=check, tolerance=1.5e-2 if sizes.dim >= 256 else 3e-2,
         costs=(Cost(nbytes=nbytes), Cost(_flops(sizes))), reference=partial(_by_cublas, optimizer.step),
         compiled="bench_optim has it", library=_torch_muon(twins),
     )  # fmt: skip

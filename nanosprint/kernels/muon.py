@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanosprint.kernels.parts import address_table
+from nanosprint.kernels.parts import address_table, ceil_div
 
 _BLOCK = 2048  # elements of a program: 8 a thread in 8 warps, two wide loads (H200: 4096 is as fast or slower)
 _ROW_TILE, _COLUMN_TILE = (16, 256), (64, 64)  # (means, elements of each read at a time); not measured yet
@@ -190,12 +190,12 @@ def momentum_stack(
     }  # fmt: skip
     with torch.cuda.device_of(stack):
         if equal_cols is None:
-            blocks = triton.cdiv(size, _BLOCK), len(averages)
+            blocks = ceil_div(size, _BLOCK), len(averages)
             _momentum_kernel[blocks](*sources, size, float(momentum), BLOCK=_BLOCK, **options)
         else:
             rows, width = size // equal_cols, triton.next_power_of_2(equal_cols)
             tile = max(1, _BLOCK // width)
-            blocks = triton.cdiv(rows, tile), len(averages)
+            blocks = ceil_div(rows, tile), len(averages)
             _equal_rows_kernel[blocks](*sources, rows, equal_cols, float(momentum), TILE=tile, WIDTH=width, **options)
 
 
@@ -209,7 +209,7 @@ def variance_factors(X: Tensor, moments: Tensor, beta: float) -> Tensor:
     squares, factors = torch.empty_like(moments), torch.empty_like(moments, dtype=X.dtype)
     if X.numel():
         with torch.cuda.device_of(X):
-            _moment_kernel[(triton.cdiv(kept, kept_tile), batch)](
+            _moment_kernel[(ceil_div(kept, kept_tile), batch)](
                 X, moments, squares, kept, reduced, *strides, float(beta), KEPT=kept_tile, REDUCED=reduced_tile
             )
             _factor_kernel[(batch,)](moments, squares, factors, kept, reduced, BLOCK=1024)
@@ -236,7 +236,7 @@ def apply_stack(
     kind = "none" if factors is None else "rows" if rows >= cols else "columns"
     if size:
         with torch.cuda.device_of(stack):
-            _apply_kernel[(triton.cdiv(size, _BLOCK), len(params))](
+            _apply_kernel[(ceil_div(size, _BLOCK), len(params))](
                 _source(params), None if lows is None else _source(lows), stack, factors, size, float(step_size),
                 float(decay), COLS=cols, MATRIX=rows * cols, FACTORS=kind, CAUTIOUS=cautious,
                 PARAM=_TRITON[params[0].dtype], LOWS=lows is not None, TABLE=len(params) > 1,

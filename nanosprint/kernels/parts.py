@@ -17,6 +17,11 @@ FLOATS = {
 }
 
 
+def ceil_div(a: int, b: int) -> int:
+    """How many parts of size b hold a. `triton.cdiv` would take the host 4 us, half as long as a launch."""
+    return -(-a // b)
+
+
 @triton.jit
 def larger(a, b):
     """The larger of two, NaN if either is; for `tl.reduce`, too, whose own maximum drops NaN."""
@@ -29,15 +34,22 @@ def address_table(tensors: Sequence[Tensor | None], device: torch.device) -> Ten
 
 
 def upload(numbers: tuple[int, ...], device: torch.device) -> Tensor:
-    """Whole numbers as int64 on a device, from there if they were asked for before. Not to be written to."""
+    """Whole numbers as int64 on a device, from there if they were asked for before. Not to be written to.
+
+    While a graph is recorded they must have been: on any stream, whose copy is over when a recording begins.
+    """
+    tables = _tables(numbers, device)
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    return _upload(numbers, device, stream)
+    if stream not in tables:
+        if tables and torch.cuda.is_current_stream_capturing():
+            return next(iter(tables.values()))
+        # So small a copy from pageable memory waits for nothing.
+        tables[stream] = torch.tensor(numbers, dtype=torch.int64).to(device, non_blocking=True)
+    return tables[stream]
 
 
 @functools.lru_cache(maxsize=128)
-def _upload(numbers: tuple[int, ...], device: torch.device, stream: int) -> Tensor:
-    """Parameters and momenta never move and gradients rarely, so most tables are there already.
-
-    Such a small copy from pageable memory waits for nothing; `stream` is in the key because it is ordered on that one.
-    """
-    return torch.tensor(numbers, dtype=torch.int64).to(device, non_blocking=True)
+def _tables(numbers: tuple[int, ...], device: torch.device) -> dict[int, Tensor]:
+    """By the stream on which a copy is ordered. Parameters and momenta never move and gradients rarely, so most tables
+    are there already."""
+    return {}

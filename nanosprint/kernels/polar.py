@@ -7,8 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanosprint.kernels.parts import ceil_div
 from nanosprint.kernels.symmetric import Operand, product
-from nanosprint.kernels.tuning import full_tile, symmetric_tile
+from nanosprint.kernels.tuning import cublas_gram, full_tile, symmetric_tile
 
 _BLOCK = 4096  # elements of a program: four wide loads a thread
 
@@ -31,7 +32,7 @@ def divide(X: Tensor, norms: Tensor, margin: float = 1.0, eps: float = 0.0) -> T
     out, size = torch.empty_like(X), X.shape[1] * X.shape[2]
     if X.numel():
         with torch.cuda.device_of(X):
-            _divide_kernel[(triton.cdiv(size, _BLOCK), len(X))](
+            _divide_kernel[(ceil_div(size, _BLOCK), len(X))](
                 X, out, norms, size, margin, eps, BLOCK=_BLOCK, num_warps=8
             )
     return out
@@ -40,16 +41,22 @@ def divide(X: Tensor, norms: Tensor, margin: float = 1.0, eps: float = 0.0) -> T
 def quintic_steps(X: Tensor, coefficients: Sequence[tuple[float, float, float]], capability: tuple[int, int]) -> Tensor:
     """X <- a X + X (b A + c A^2), A the Gram matrix of the shorter side, for each (a, b, c) in turn.
 
-    X (B, M, N) contiguous, M and N multiples of 16 bytes; only read. Returns a new tensor.
+    X (B, M, N) contiguous, M and N multiples of 16 bytes; only read. Returns a new tensor. Everything is summed in fp32
+    and rounded once. Gram matrices by cuBLAS, where `tuning` has them, may differ from their transpose in the last bit,
+    or be sums of parts in X's dtype, as torch allows; b A + c A A^T is the lower triangle, mirrored, all the same.
     """
     batch, rows, cols = X.shape
     side, tall = min(rows, cols), rows > cols
     small, large = symmetric_tile(side, capability), full_tile(capability)
+    by_cublas = cublas_gram(side, batch, capability)
     A, B = (Operand(half) for half in X.new_empty(2, batch, side, side))
     source, target = Operand(X), Operand(torch.empty_like(X))
     spare = Operand(torch.empty_like(X)) if len(coefficients) > 1 else source
     for a, b, c in coefficients:
-        product(source, source, A, small, turn_p=tall, turn_q=not tall, symmetric=True)
+        if by_cublas:
+            torch.bmm(*((source.X.mT, source.X) if tall else (source.X, source.X.mT)), out=A.X)
+        else:
+            product(source, source, A, small, turn_p=tall, turn_q=not tall, symmetric=True)
         product(A, A, B, small, turn_q=True, alpha=c, add=A, beta=b, symmetric=True)
         left, right = (source, B) if tall else (B, source)
         product(left, right, target, large, add=source, beta=a)

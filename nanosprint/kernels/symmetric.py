@@ -7,6 +7,8 @@ Q = X^T; tiles are read the way the operand lies in memory and turned in shared 
 The added matrix is read in the epilogue, while the product is still fp32, so that there is one rounding; cuBLAS would
 first copy C to OUT. Tiles move through tensor descriptors (on Hopper by the copy engine: 6 to 12 % faster than loads
 through pointers), which fill what lies outside a matrix with zeros, so no edge needs a mask.
+
+On the diagonal of a Gram matrix the same rows come in twice, unless a tile is to read them `once`.
 """
 
 from typing import Any
@@ -17,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from nanosprint.kernels.parts import ceil_div
 from nanosprint.kernels.tuning import Tile
 
 
@@ -38,12 +41,21 @@ def _grouped(index, tiles_m, tiles_n, GROUP: tl.constexpr):
     return group * GROUP + inside % height, inside // height
 
 
+@triton.jit
+def _rows(X, batch, row, k, TURN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr):
+    """A tile (BLOCK, BLOCK_K) of X, with TURN of X^T."""
+    return (
+        X.load([batch, k, row]).reshape(BLOCK_K, BLOCK).T if TURN else X.load([batch, row, k]).reshape(BLOCK, BLOCK_K)
+    )
+
+
 @triton.jit(do_not_specialize=["M", "N", "K"])
 def _product_kernel(
     P, Q, C, OUT, alpha, beta, M, N, K,
     SYMMETRIC: tl.constexpr, ADD: tl.constexpr, TURN_P: tl.constexpr, TURN_Q: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, ONCE: tl.constexpr,
 ):  # fmt: skip
+    """ONCE, of a symmetric result: P and Q are one matrix, and a tile on the diagonal reads it once."""
     batch = tl.program_id(1)
     if SYMMETRIC:
         tile_m, tile_n = _tile_of(tl.program_id(0))
@@ -51,16 +63,15 @@ def _product_kernel(
         tile_m, tile_n = _grouped(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP)
     m, n = tile_m * BLOCK_M, tile_n * BLOCK_N
     total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    for k in range(0, K, BLOCK_K):
-        if TURN_P:
-            p = P.load([batch, k, m]).reshape(BLOCK_K, BLOCK_M).T
-        else:
-            p = P.load([batch, m, k]).reshape(BLOCK_M, BLOCK_K)
-        if TURN_Q:
-            q = Q.load([batch, n, k]).reshape(BLOCK_N, BLOCK_K).T
-        else:
-            q = Q.load([batch, k, n]).reshape(BLOCK_K, BLOCK_N)
-        total = tl.dot(p, q, total, input_precision="ieee")
+    if ONCE and tile_m == tile_n:
+        for k in range(0, K, BLOCK_K):
+            p = _rows(P, batch, m, k, TURN_P, BLOCK_M, BLOCK_K)
+            total = tl.dot(p, p.T, total, input_precision="ieee")
+    else:
+        for k in range(0, K, BLOCK_K):
+            p = _rows(P, batch, m, k, TURN_P, BLOCK_M, BLOCK_K)
+            q = _rows(Q, batch, n, k, not TURN_Q, BLOCK_N, BLOCK_K).T
+            total = tl.dot(p, q, total, input_precision="ieee")
     total *= alpha
     if ADD:
         total += beta * C.load([batch, m, n]).reshape(BLOCK_M, BLOCK_N).to(tl.float32)
@@ -97,11 +108,13 @@ def product(
 
     turn_p puts P^T in the place of P, turn_q Q^T in that of Q. Shapes after turning: P (B, M, K), Q (B, K, N), add and
     out (B, M, N); one dtype; out overlaps no other. With symmetric=True the caller promises that the result is, and the
-    tile must be square.
+    tile must be square; a tile with `once` wants P and Q to be one matrix.
     """
     batch, M, N = out.X.shape
     K = P.X.shape[1 if turn_p else 2]
+    once = symmetric and tile.once
     assert not symmetric or (M == N and tile.m == tile.n), (out.X.shape, tile)
+    assert not once or (P.X.data_ptr() == Q.X.data_ptr() and turn_p != turn_q), "not a matrix times its transpose"
     assert Q.X.shape[2 if turn_q else 1] == K, (P.X.shape, Q.X.shape, turn_p, turn_q)
     if out.X.numel() == 0:
         return
@@ -109,8 +122,8 @@ def product(
     right = Q.tiles(tile.n, tile.k) if turn_q else Q.tiles(tile.k, tile.n)
     target = out.tiles(tile.m, tile.n)
     added = target if add is None else add.tiles(tile.m, tile.n)
-    flags = (symmetric, add is not None, turn_p, turn_q, tile.m, tile.n, tile.k, 8)
-    rows, cols = triton.cdiv(M, tile.m), triton.cdiv(N, tile.n)
+    flags = (symmetric, add is not None, turn_p, turn_q, tile.m, tile.n, tile.k, 8, once)
+    rows, cols = ceil_div(M, tile.m), ceil_div(N, tile.n)
     with torch.cuda.device_of(out.X):  # Triton launches on the current device
         _launch(
             (rows * (rows + 1) // 2 if symmetric else rows * cols, batch, 1),

@@ -37,13 +37,17 @@ class AttentionTile(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """A block computes m x n results and reads k of the summed axis at a time, `stages` loads ahead."""
+    """A block computes m x n results and reads k of the summed axis at a time, `stages` loads ahead.
+
+    once: on the diagonal of a symmetric result both operands are the same rows, which are read once.
+    """
 
     m: int
     n: int
     k: int
     stages: int
     warps: int
+    once: bool = False
 
 
 class Persistent(NamedTuple):
@@ -66,6 +70,10 @@ MEASURED = ((9, 0),)  # compute capabilities on which the products were timed ag
 MIN_SIDE = 256  # shortest side of a matrix for which they were
 _HOPPER = Tile(128, 128, 64, 3, 4)
 _HOPPER_SMALL = Tile(64, 64, 128, 3, 4)  # 128 x 128 leaves most multiprocessors without a tile
+# Gram matrices that cuBLAS computes in full faster than the kernel half of them: sides, and how many matrices. H200,
+# microseconds (`benchmarks.ops`): 60 x 256 x 768 in 10.9 against 29.0, of which some 10 were a copy that is gone; 24 of
+# them the kernel computes in 6.7, cuBLAS in 7.7. Ten tiles each are a wave of 264 blocks for 26 matrices, three for 60.
+CUBLAS_GRAMS = {(9, 0): ((range(256, 257), range(27, 2**16)),)}
 _DEFAULT = Tile(64, 64, 32, 3, 4)  # fits every card since Ampere
 
 QUANTIZE = (128, 128, 4)  # rows, columns, warps of a tile: 3.65 TB/s on 49,152 x 50,304, both layouts written
@@ -197,7 +205,7 @@ RELU2_CANDIDATES = {  # tiles for the benchmark to try; the first of each kind i
     ),
 }
 
-REQUANTIZE = (64, 4096, 8)  # blocks a matrix, elements at a time, warps: not measured yet
+PEAKS = (64, 4096, 8)  # blocks a weight, elements at a time, warps: not measured yet
 TURN_CODES = (64, 128, 4)  # rows, columns, warps of a tile of codes: not measured yet
 
 
@@ -206,6 +214,11 @@ def symmetric_tile(side: int, capability: tuple[int, int]) -> Tile:
     if capability not in MEASURED:
         return _DEFAULT
     return _HOPPER_SMALL if side <= 256 else _HOPPER
+
+
+def cublas_gram(side: int, batch: int, capability: tuple[int, int]) -> bool:
+    """Whether to leave Gram matrices of that side, so many at once, to cuBLAS."""
+    return any(side in sides and batch in batches for sides, batches in CUBLAS_GRAMS.get(capability, ()))
 
 
 def full_tile(capability: tuple[int, int]) -> Tile:

@@ -17,7 +17,6 @@ from nanosprint.config.recipe import Fp8ProjectionSpec
 from nanosprint.config.wiring import Column, Gate, Scalar, Term
 from nanosprint.model.context import Context
 from nanosprint.model.fp8_projection import Fp8Projection
-from nanosprint.model.fp8_weight import Source
 from nanosprint.model.linear import init_linear, init_projection, linear
 from nanosprint.model.mixing import Columns, Mixture, NetLayouts, build_weight
 from nanosprint.model.norm import FP32_EPS, rms_norm
@@ -29,6 +28,7 @@ from nanosprint.model.techniques.paired_heads import apart, doubled, interleaved
 from nanosprint.model.techniques.xsa import without_own_value
 from nanosprint.ops.attention import Attention, Scale
 from nanosprint.ops.fp8 import LARGEST
+from nanosprint.ops.fp8_copies import Copy
 from nanosprint.ops.key_offset import offset_keys
 from nanosprint.ops.qk_norm_rotary import qk_norm_rotary
 
@@ -154,7 +154,7 @@ class SelfAttention(nn.Module):
         return _projected(self.fp8_out, y.reshape(x_BSD.shape), out, self.out_bias)
 
     def train_in_fp8(self, spec: Fp8ProjectionSpec, gradient_scale: float) -> None:
-        """From now on compute the projections' products in training in FP8, once `refresh` has made `fp8_sources`.
+        """From now on compute the projections' products in training in FP8, once `fp8_copies` have been made.
 
         gradient_scale: of the loss as it is differentiated.
         """
@@ -165,11 +165,11 @@ class SelfAttention(nn.Module):
         if spec.out:
             self.fp8_out = Fp8Projection((D, D), device, gradient_scale=backward, headroom=spec.headroom)
 
-    def fp8_sources(self) -> list[Source]:
-        """What is to be quantised anew after every update."""
+    def fp8_copies(self, steps: int) -> list[Copy]:
+        """What is to be quantised anew after every update, whatever their number."""
         known = (self.fp8_qkv, self._qkv_parts(), self.qkv_scale), (self.fp8_out, (self.out,), self.out_scale)
         return [
-            Source(fp8.weight, parts, None if scale is None else scale({}, {}))  # a Scalar, which reads nothing
+            fp8.weight.copy_of(parts, None if scale is None else scale({}, {}))  # a Scalar, which reads nothing
             for fp8, parts, scale in known
             if fp8 is not None
         ]

@@ -14,14 +14,13 @@ rest is buffers, so checkpoints keep it and warm-up puts it back. A backward pas
 weights; the scales of its gradients need no memory (`ops.fp8_mlp`).
 """
 
-from collections.abc import Iterable
-
 import torch
 from torch import Tensor, nn
 
 from nanosprint.config.recipe import Fp8MLPSpec
 from nanosprint.ops.fp8 import LARGEST, scale_from
-from nanosprint.ops.fp8_mlp import Copy, Fp8Weights, fp8_mlp, requantize
+from nanosprint.ops.fp8_copies import Copy
+from nanosprint.ops.fp8_mlp import Fp8Weights, fp8_mlp
 
 _SCALES = ("up_scale", "down_scale", "next_down_scale", "post_scale")
 
@@ -70,29 +69,15 @@ class Fp8MLP(nn.Module):
             self.post_scale.copy_(scale_from(peak, self.spec.activation_headroom))
         return y
 
-    def copy_of_up(self, up: Tensor) -> Copy:
-        return Copy(up.detach(), self.up_codes, self.up_turned, self.up_scale, None)
-
-    def copy_of_down(self, down: Tensor) -> Copy:
-        codes, turned = self.down_codes, self.down_turned
-        if self.in_out:
-            assert turned is not None
-            codes, turned = turned, codes
-        # What the codes are quantised with is what the product multiplies by: two buffers, for the next is known now.
-        return Copy(down.detach(), codes, turned, self.down_scale, self.next_down_scale)
-
-
-@torch.no_grad()
-def refresh(mlps: Iterable[tuple[Fp8MLP, Tensor, Tensor]], steps: int) -> None:
-    """Quantise the weights (up, down) of each anew. `steps`: updates done so far, 0 for the initial values.
-
-    All at once: one by one, the host would take longer to launch that than the GPU to do it.
-    """
-    mlps = list(mlps)
-    requantize([fp8.copy_of_up(up) for fp8, up, _ in mlps])
-    by_spec: dict[Fp8MLPSpec, list[Copy]] = {}
-    for fp8, _, down in mlps:
-        if fp8.spec.down or fp8.spec.backward:
-            by_spec.setdefault(fp8.spec, []).append(fp8.copy_of_down(down))
-    for spec, copies in by_spec.items():
-        requantize(copies, fresh=steps <= spec.bootstrap_steps, headroom=spec.weight_headroom)
+    def copies_of(self, up: Tensor, down: Tensor, steps: int) -> list[Copy]:
+        """What is to be renewed after an update. `steps`: updates done so far, 0 for the initial values."""
+        copies = [Copy((up,), self.up_codes, self.up_turned, self.up_scale)]
+        if self.spec.down or self.spec.backward:
+            codes, turned = self.down_codes, self.down_turned
+            if self.in_out:
+                assert turned is not None
+                codes, turned = turned, codes
+            # What the codes are quantised with is what the product multiplies by: two buffers, for the next is known.
+            lag = self.next_down_scale, self.spec.weight_headroom, steps <= self.spec.bootstrap_steps
+            copies.append(Copy((down,), codes, turned, self.down_scale, None, *lag))
+        return copies

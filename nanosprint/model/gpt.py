@@ -14,12 +14,10 @@ from torch import Tensor, nn
 from nanosprint.config.model import ModelConfig
 from nanosprint.config.recipe import Fp8MLPSpec, Fp8ProjectionSpec
 from nanosprint.config.schedule import Windows
-from nanosprint.model import fp8_weight
 from nanosprint.model.attention import SelfAttention
 from nanosprint.model.block import Block
 from nanosprint.model.context import NO_CONTEXT, Context
 from nanosprint.model.embedding import Embedding
-from nanosprint.model.fp8_mlp import refresh
 from nanosprint.model.head import Head, HeadLoss
 from nanosprint.model.mixer import Cache
 from nanosprint.model.mixing import Columns, Mixture, NetLayouts
@@ -32,6 +30,7 @@ from nanosprint.model.techniques.gate_net import GateNets
 from nanosprint.model.techniques.value_tables import ValueTables
 from nanosprint.ops.attention import Limit, backend
 from nanosprint.ops.embedding import rows_of
+from nanosprint.ops.fp8_copies import renew
 
 
 class GPT(nn.Module):
@@ -67,6 +66,8 @@ class GPT(nn.Module):
         self.nets = GateNets(config, layouts)  # last: by now everything has asked for its columns
         self.norm = build_norm(config)
         self.head = Head(config, head_loss)
+        # Found once: to go through all modules takes the host a millisecond, and `refresh` is called at every step.
+        self._matrices = [module for module in self.modules() if isinstance(module, MLP | SelfAttention)]
 
     def init_weights(self, seed: int) -> None:
         """Fill every weight from `seed`: the same values on every device and for every number of processes."""
@@ -139,11 +140,11 @@ class GPT(nn.Module):
             mlp.fuse()
 
     def _mlps(self) -> list[MLP]:
-        return [module for module in self.modules() if isinstance(module, MLP)]
+        return [module for module in self._matrices if isinstance(module, MLP)]
 
     def train_projections_in_fp8(self, spec: Fp8ProjectionSpec, divisor: int) -> None:
         """The same of attention's projections. The loss is divided by about `divisor` before it is differentiated."""
-        for module in self.modules():
+        for module in self._matrices:
             if isinstance(module, SelfAttention):
                 module.train_in_fp8(spec, spec.gradient / divisor)
 
@@ -153,9 +154,7 @@ class GPT(nn.Module):
 
         To be called when the weights have their first values and after every update; nothing to do without FP8.
         """
-        refresh(((m.fp8, m.up, m.down) for m in self._mlps() if m.fp8 is not None), steps)
-        attentions = (module for module in self.modules() if isinstance(module, SelfAttention))
-        fp8_weight.refresh([source for attention in attentions for source in attention.fp8_sources()])
+        renew([copy for module in self._matrices for copy in module.fp8_copies(steps)])
 
     def extend(self, seq_len: int) -> None:
         """Make positions reach `seq_len` tokens. Raises ValueError where learned positions end earlier."""

@@ -11,6 +11,7 @@ from nanosprint.config.recipe import Fp8MLPSpec
 from nanosprint.model.fp8_mlp import Fp8MLP
 from nanosprint.model.linear import init_linear, init_projection, linear
 from nanosprint.model.roles import Role
+from nanosprint.ops.fp8_copies import Copy
 from nanosprint.ops.linear_relu2 import relu2_mlp
 
 
@@ -54,8 +55,12 @@ class MLP(nn.Module):
         init_projection(down.T if self.in_out else down, self.config.init, generator, self.config.num_layers)
 
     def train_in_fp8(self, spec: Fp8MLPSpec) -> None:
-        """From now on compute training's products in FP8, from the first `fp8_mlp.refresh` on."""
+        """From now on compute training's products in FP8, once `fp8_copies` have been made."""
         self.fp8 = Fp8MLP(self.up, spec, self.in_out)
+
+    def fp8_copies(self, steps: int) -> list[Copy]:
+        """What is to be quantised anew after `steps` updates."""
+        return [] if self.fp8 is None else self.fp8.copies_of(self.up, self.down, steps)
 
     def fuse(self) -> None:
         """From now on compute by the one operator of `ops.linear_relu2`, if it computes what the recipe asks for."""

@@ -27,7 +27,6 @@ Source: Micikevicius et al. 2022, arXiv:2209.05433.
 
 import functools
 import logging
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -99,26 +98,6 @@ def quantize_pair(x: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, 
         kernel(x, plain, None, 1 / scale, limit)
     kernel(plain, None, turned, 1.0, limit)
     return plain, turned
-
-
-def quantize_all(
-    sources: Sequence[Tensor], scales: Tensor, plain: Sequence[Tensor], turned: Sequence[Tensor] | None = None
-) -> None:
-    """plain[i] <- sources[i] / scales[i] in E4M3 and turned[i] <- its transpose, of any number of matrices.
-
-    sources: (R, C) each, any float dtype; plain (R, C) and turned (C, R): E4M3, rows at any distance, sizes multiples
-    of 16. scales: (n,) fp32. On a GPU one launch for all sources of a dtype, two for fp32 ones that are turned.
-    """
-    if has_kernel(sources[0]):
-        from nanosprint.kernels.fp8 import quantize_all as kernel
-
-        kernel(sources, scales.reciprocal(), torch.finfo(E4M3).max, plain, turned)
-        return
-    for i, source in enumerate(sources):
-        codes = quantize(source, scales[i], E4M3).view(torch.uint8)  # torch copies bytes on every device
-        plain[i].view(torch.uint8).copy_(codes)
-        if turned is not None:
-            turned[i].view(torch.uint8).copy_(codes.mT)
 
 
 def scaled_product(

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from nanosprint.kernels import tuning
-from nanosprint.ops.fp8 import E4M3, E5M2, LARGEST, LEAST, has_kernel, quantize, scale_of, scaled_product
+from nanosprint.ops.fp8 import E4M3, E5M2, LARGEST, quantize, scale_of, scaled_product
 from nanosprint.ops.linear_relu2 import check_shapes, relu2_grad, relu2_mlp_grads, up_relu2
 
 _LARGEST_GRADIENT = 57_344.0  # of E5M2
@@ -57,19 +57,6 @@ class Fp8Weights(NamedTuple):
     down_turned: Tensor | None = None
 
 
-class Copy(NamedTuple):
-    """A weight (R, C) and where its E4M3 codes go, as bytes: `codes` (R, C) and `turned` (C, R) or None.
-
-    scale: 0-D fp32, what a code of 1 stands for. next_scale: the same for the next time, None where nothing lags.
-    """
-
-    weight: Tensor
-    codes: Tensor
-    turned: Tensor | None
-    scale: Tensor
-    next_scale: Tensor | None
-
-
 def fp8_mlp(x: Tensor, up: Tensor, down: Tensor, copies: Fp8Weights, *, in_out: bool = False) -> tuple[Tensor, Tensor]:
     """(y (..., D), the largest post, 0-D fp32) of x (..., D), up (F, D), down (D, F) or, with `in_out`, (F, D).
 
@@ -85,38 +72,6 @@ def fp8_mlp(x: Tensor, up: Tensor, down: Tensor, copies: Fp8Weights, *, in_out: 
     up8, up_scale, down8, down_scale, post_scale, _, *turned = copies
     y, _, peaks = _forward(flat, up, down, x8, x_scale, up8, up_scale, down8, down_scale, post_scale, *turned, in_out)
     return y.view(x.shape), peaks.amax()
-
-
-def requantize(copies: Sequence[Copy], *, fresh: bool = True, headroom: float = 1.0) -> None:
-    """Renew the codes and scales of weights, in place.
-
-    The scale becomes that of the present values; where there is a `next_scale`, only if `fresh`, and otherwise what was
-    next. Then the next one becomes `headroom` times that of the present values. On a GPU: three launches for all
-    weights of a shape.
-    """
-    kinds: dict[Any, list[Copy]] = {}
-    for copy in copies:
-        kind = (copy.weight.shape, copy.weight.dtype, copy.turned is None, copy.next_scale is None)
-        kinds.setdefault(kind, []).append(copy)
-    for alike in kinds.values():
-        weight = alike[0].weight
-        if weight.dtype != torch.float64 and has_kernel(weight):
-            from nanosprint.kernels.fp8 import requantize as kernel
-
-            kernel(alike, fresh, headroom, LEAST)
-        else:
-            _requantize_formula(alike, fresh, headroom)
-
-
-def _requantize_formula(copies: Sequence[Copy], fresh: bool, headroom: float) -> None:
-    for weight, codes, turned, scale, next_scale in copies:
-        present = scale_of(weight)
-        scale.copy_(present if fresh or next_scale is None else next_scale)
-        codes.copy_(quantize(weight.detach(), scale, E4M3).view(torch.uint8))
-        if turned is not None:
-            turned.copy_(codes.mT)
-        if next_scale is not None:
-            next_scale.copy_(present * headroom)
 
 
 @torch.library.custom_op("nanosprint::fp8_mlp", mutates_args=())

@@ -153,7 +153,10 @@ def aligned(X: Tensor) -> Tensor:
     Zero rows and columns add nothing to any product here.
     """
     unit = 16 // X.element_size()
-    X = F.pad(X, (0, -X.shape[2] % unit, 0, -X.shape[1] % unit)).contiguous()
+    rows, cols = -X.shape[1] % unit, -X.shape[2] % unit
+    if rows or cols:  # a padding of nothing is a copy to torch
+        X = F.pad(X, (0, cols, 0, rows))
+    X = X.contiguous()
     return X.clone() if X.data_ptr() % 16 else X
 
 

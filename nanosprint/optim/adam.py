@@ -16,7 +16,7 @@ with a step of exactly zero is left alone. `lr_scale` multiplies lr everywhere, 
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -24,6 +24,9 @@ from torch import Tensor
 from nanosprint.kernels import has_triton
 from nanosprint.optim.dtensor import local, local_like
 from nanosprint.optim.shell import Decay, Shell, as_dtype, check_unit, number, shrink_, state_dtype
+
+if TYPE_CHECKING:
+    from nanosprint.kernels.adam import Numbers
 
 EpsForm = Literal["corrected", "uncorrected"]
 Implementation = Literal["auto", "foreach", "fused"]
@@ -118,17 +121,52 @@ def adamw_triton_(
     """`adamw_` as one pass over memory on a GPU: fp32 averages, tensors as `kernels.adam.can_fuse` wants them."""
     from nanosprint.kernels.adam import adam_step
 
+    rows = list(zip(params, grads, exp_avgs, exp_avg_sqs, strict=True))
+    adam_step(rows, _numbers(step, lr, betas, eps, weight_decay, eps_form, decay))
+
+
+def _numbers(
+    step: int,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    eps_form: EpsForm,
+    decay: Decay,
+) -> "Numbers":
+    """The options of `adamw_` as its kernels take them."""
+    from nanosprint.kernels.adam import Numbers
+
     beta1, beta2 = betas
     root_correction2 = (1 - beta2**step) ** 0.5
-    adam_step(
-        params, grads, exp_avgs, exp_avg_sqs,
+    return Numbers(
         betas=betas,
         root_scale=1 / root_correction2,
         eps=eps / root_correction2 if eps_form == "uncorrected" else eps,
         step_size=lr / (1 - beta1**step),
         decay=lr * lr * weight_decay if decay == "cautious" else lr * weight_decay,
         cautious=decay == "cautious",
-    )  # fmt: skip
+    )
+
+
+def step_together(optimizers: "Sequence[AdamW]") -> None:
+    """`step` of several optimizers, by the same arithmetic; what Triton's kernel updates shares its launches.
+
+    Small ones take the GPU less time than the host.
+    """
+    jobs: list[Any] = []
+    with torch.no_grad():
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                for rule, batch, options in optimizer.prepared(group):
+                    if rule is adamw_triton_:
+                        jobs += [(row, _numbers(**options)) for row in zip(*batch, strict=True)]
+                    else:
+                        rule(*batch, **options)
+        if jobs:
+            from nanosprint.kernels.adam import adam_steps
+
+            adam_steps(jobs)
 
 
 class AdamW(Shell):
@@ -173,14 +211,16 @@ class AdamW(Shell):
         init_adam_state(param, state)
 
     def _update(self, group: dict[str, Any]) -> None:
-        params: list[Tensor] = []
-        grads: list[Tensor] = []
-        exp_avgs: list[Tensor] = []
-        exp_avg_sqs: list[Tensor] = []
-        steps: list[Tensor] = []
-        self._init_group(group, params, grads, exp_avgs, exp_avg_sqs, steps)
+        for rule, batch, options in self.prepared(group):
+            rule(*batch, **options)
+
+    def prepared(self, group: dict[str, Any]) -> list[tuple[Callable[..., None], list[list[Tensor]], dict[str, Any]]]:
+        """A group's next step: functions to call with lists of tensors and options. Counters are advanced already."""
+        columns: tuple[list[Tensor], ...] = ([], [], [], [], [])
+        self._init_group(group, *columns)
+        params, grads, exp_avgs, exp_avg_sqs, steps = columns
         if not params:
-            return
+            return []
         torch._foreach_add_(steps, 1)
         options = {
             "lr": number(group["lr"]) * group["lr_scale"], "betas": group["betas"], "eps": group["eps"],
@@ -189,13 +229,15 @@ class AdamW(Shell):
         }  # fmt: skip
         columns = (params, grads, exp_avgs, exp_avg_sqs)
         if torch.compiler.is_compiling():  # steps cannot be read while tracing; the compiler batches on its own
-            for i, step in enumerate(steps):
-                adamw_(*([column[i]] for column in columns), step=step, **options)
-            return
+            return [
+                (adamw_, [[column[i]] for column in columns], {"step": step, **options}) for i, step in enumerate(steps)
+            ]
+        prepared = []
         for (step, *_), rows in _batches(params, grads, steps).items():
             batch = [[local(column[i]) for i in rows] for column in columns]
             batch[1] = [local_like(grads[i], params[i]) for i in rows]
-            _rule(group, batch, options["lr"])(*batch, step=step, **options)
+            prepared.append((_rule(group, batch, options["lr"]), batch, {"step": step, **options}))
+        return prepared
 
     def _init_group(self, group: dict[str, Any], *columns: list[Tensor]) -> None:
         """Append this group's tensors to the lists. The name is one that torch.compile runs outside its graph."""

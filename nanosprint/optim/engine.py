@@ -21,7 +21,7 @@ from nanosprint.config.recipe import Precision
 from nanosprint.config.schedule import StepPlan, TailAverage
 from nanosprint.optim.average import Average
 from nanosprint.optim.build import HasRole, build_parts
-from nanosprint.optim.parts import BankPart, Part
+from nanosprint.optim.parts import BankPart, Part, is_small, update_together
 from nanosprint.optim.sharding import LaunchOrder, place, sum_over_processes
 from nanosprint.optim.tying import Tie
 
@@ -64,7 +64,9 @@ class Engine:
 
     def begin(self, plan: StepPlan) -> None:
         """The next backward pass is this step's last: from now on gradients that are complete may be sent."""
-        self._launches.arm(self._launch(part) for part in self.parts if self._takes_part(part, plan))
+        launches = [self._launch(part) for part in self.parts if self._takes_part(part, plan)]
+        # One process has nothing to send, and so nothing to wait for.
+        self._launches.arm(launches if place()[1] > 1 else [((), launch) for _, launch in launches])
         self._begun = plan
 
     @property
@@ -105,10 +107,15 @@ class Engine:
         due = [part for part in self._updates if self._takes_part(part, plan)]
         if grad_clip is not None and due:
             _clip(due, grad_clip)
-        for part in due:
-            part.wait_reduced()
-            part.update(plan)
-            part.gather()
+        for parts in _turns(due, plan):
+            for part in parts:
+                part.wait_reduced()
+            if len(parts) > 1:
+                update_together(parts, plan)
+            else:
+                parts[0].update(plan)
+            for part in parts:
+                part.gather()
         if self._tie is not None and self._tie.holds and self._tie.head in due:
             self._tie.head.wait_gathered()  # the others' messages travel on while the embedding follows
             self._tie.follow()
@@ -210,6 +217,12 @@ def _named(roles: Mapping[str, HasRole], role: str) -> str:
     if len(names) != 1:
         raise ValueError(f"model.head_copy needs exactly one parameter of role {role!r}, but there are {len(names)}")
     return names[0]
+
+
+def _turns(due: list[Part], plan: StepPlan) -> list[list[Part]]:
+    """What is updated one after the other: a part each time, but all small ones at once, in the first one's place."""
+    small = [part for part in due if is_small(part, plan)]
+    return [small if part in small else [part] for part in due if part not in small[1:]]
 
 
 def _turn(update_order: tuple[str, ...], part: Part) -> tuple[int, int]:

@@ -7,7 +7,7 @@ whole tensors, so that a checkpoint fits any number of processes.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from nanosprint.config.groups import ParamGroup
 from nanosprint.config.schedule import StepPlan
+from nanosprint.optim.adam import AdamW, step_together
 from nanosprint.optim.bank import Bank
 from nanosprint.optim.lookahead import step_ahead
 from nanosprint.optim.sharding import (
@@ -210,6 +211,37 @@ class BankPart(Part):
             if name in saved:
                 gradient.copy_(saved[name])
                 self.accumulating = True
+
+
+TOGETHER = 2**18  # numbers in a bank at most: such an update takes the GPU a few microseconds, and the host many more
+
+
+def is_small(part: Part, plan: StepPlan) -> bool:
+    """Whether the part may be updated together with others: a small bank that every process has, with Adam alone."""
+    return (
+        isinstance(part, BankPart)
+        and isinstance(part.optimizer, AdamW)
+        and not part.sharded
+        and part.bank.data.numel() <= TOGETHER
+        and part.group.role not in dict(plan.ahead)
+    )
+
+
+def update_together(parts: Sequence[Part], plan: StepPlan) -> None:
+    """`update` of parts that are small, in few launches."""
+    grads: dict[torch.dtype, list[Tensor]] = {}
+    optimizers = []
+    for part in parts:
+        assert isinstance(part, BankPart)
+        assert isinstance(part.optimizer, AdamW)
+        set_rates(part.optimizer, plan, part.group.role)
+        optimizers.append(part.optimizer)
+        grads.setdefault(part.bank.grad.dtype, []).append(part.bank.grad)
+    step_together(optimizers)
+    for alike in grads.values():
+        torch._foreach_zero_(alike)
+    for part in parts:
+        part.accumulating = False
 
 
 class TablePart(Part):

@@ -32,7 +32,7 @@ _NAMES = (
         "optimizer",
         r"adam|adagrad|muon|polar|^_(momentum|moment|factor|apply|divide|product)_kernel|multi_tensor",
     ),
-    ("copies and transposes", r"quanti[sz]e|^_(peak|turn)_kernel"),
+    ("copies and transposes", r"quanti[sz]e|^_(peak|renew|turn)_kernel"),
     ("fp8 products", r"e4m3|e5m2|fp8|float8|scaled_mm|nvjet(_sm\d+)?_([a-z]*q[a-z]*|[a-z]{5})_"),
     ("fp32 products", r"sgemm|simt|gemm_f32|gemm_tf32|nvjet(_sm\d+)?_s[a-z]*_"),
     ("matrix products", r"^aten::(mm|bmm|addmm|baddbmm|matmul|linear|_mm)"),  # a name on the CPU tells no format

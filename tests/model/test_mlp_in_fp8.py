@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from nanosprint.config import Execution, Fp8MLPSpec
-from nanosprint.model.fp8_mlp import refresh
 from nanosprint.model.mlp import MLP
+from nanosprint.ops import fp8_copies
 from nanosprint.recipes import load_recipe
 from nanosprint.training.batch import random_input
 from nanosprint.training.setup import build_state
@@ -29,7 +29,7 @@ def mlp(layout="in_out", spec=SPEC):
 
 
 def renew(module, steps):
-    refresh([(module.fp8, module.up, module.down)], steps)
+    fp8_copies.renew(module.fp8_copies(steps))
 
 
 def x_of(module, seed=0):

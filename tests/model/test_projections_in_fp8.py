@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from nanosprint.config import Execution, Fp8ProjectionSpec
-from nanosprint.model import fp8_weight
 from nanosprint.model.fp8_projection import Fp8Projection
-from nanosprint.model.fp8_weight import Fp8Weight, Source
+from nanosprint.model.fp8_weight import Fp8Weight
 from nanosprint.ops import fp8
+from nanosprint.ops.fp8_copies import renew
 from nanosprint.recipes import load_recipe
 from nanosprint.training.api import train
 from nanosprint.training.batch import random_input
@@ -62,7 +62,7 @@ def test_refresh(device, turned, dtype):
         Fp8Weight((sum(len(p) for p in ps), ps[0].shape[1]), torch.device(device), turned=turned) for ps in parts
     ]
     for _ in range(2):  # the second time other values
-        fp8_weight.refresh([Source(*three) for three in zip(weights, parts, factors, strict=True)])
+        renew([weight.copy_of(*both) for weight, *both in zip(weights, parts, factors, strict=True)])
         for weight, matrix, factor in zip(weights, map(torch.cat, parts), factors, strict=True):
             scale = matrix.float().abs().max() / 448
             assert weight.scale.item() == pytest.approx(scale.item() * (1.0 if factor is None else factor.item()))
@@ -76,9 +76,9 @@ def test_refresh(device, turned, dtype):
 
 
 def test_refresh_of_nothing_and_of_zeros():
-    fp8_weight.refresh([])
+    renew([])
     weight = Fp8Weight((16, 16), CPU, turned=True)
-    fp8_weight.refresh([Source(weight, (torch.zeros(16, 16),), None)])
+    renew([weight.copy_of((torch.zeros(16, 16),))])
     assert 0 < weight.scale < 1e-10
     assert not weight.codes.any()
 
@@ -89,7 +89,7 @@ def test_scale_of_the_input_follows_the_calls_or_stays():
     following = Fp8Projection((32, 16), CPU, gradient_scale=1e-3, headroom=2.0)
     constant = Fp8Projection((32, 16), CPU, gradient_scale=None, input_scale=0.5)
     for module in (following, constant):
-        fp8_weight.refresh([Source(module.weight, (W,), None)])
+        renew([module.weight.copy_of((W,))])
         for size in (1.0, 50.0):
             x = size * torch.randn(8, 16)
             y = module(x, W)

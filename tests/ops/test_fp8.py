@@ -73,33 +73,6 @@ def test_pairs_are_those_of_the_formula(device, source, dtype):
 
 
 @pytest.mark.parametrize("device", DEVICES, indirect=True)
-@pytest.mark.parametrize("turning", [True, False])
-@pytest.mark.parametrize("dtypes", [[torch.bfloat16], [torch.float32], [torch.float32, torch.bfloat16]])
-def test_many_matrices_at_once(device, turning, dtypes):
-    """Two parts of one copy among others, of all sizes, into buffers of which only these parts may change."""
-    shapes = [(1536, 768), (768, 768), (16, 16), (48, 272), (144, 32)]
-    sources = [(torch.randn(shape, device=device) * 4).to(dtypes[i % len(dtypes)]) for i, shape in enumerate(shapes)]
-    sources[2][3, 4] = float("nan")
-    scales = torch.tensor([0.01, 0.02, 0.5, 1e-12, 3.0], device=device)
-    plain, turned, buffers = [], [], []
-    for rows, cols in shapes:
-        buffers.append(torch.full((rows + 32, cols), 7, dtype=torch.uint8, device=device))
-        plain.append(buffers[-1][16 : 16 + rows].view(E4M3))
-        buffers.append(torch.full((cols, rows + 32), 7, dtype=torch.uint8, device=device))
-        turned.append(buffers[-1][:, 16 : 16 + rows].view(E4M3))
-    fp8.quantize_all(sources, scales, plain, turned if turning else None)
-    for i, source in enumerate(sources):
-        expected = fp8.quantize(source, scales[i], E4M3).view(torch.uint8)
-        assert torch.equal(plain[i].view(torch.uint8), expected)
-        if turning:
-            assert torch.equal(turned[i].view(torch.uint8), expected.mT)
-        straight, across = buffers[2 * i], buffers[2 * i + 1]
-        for margin in (straight[:16], straight[-16:], across[:, :16], across[:, -16:]):
-            assert (margin == 7).all()
-        assert turning or (across == 7).all()
-
-
-@pytest.mark.parametrize("device", DEVICES, indirect=True)
 @pytest.mark.parametrize("fast", [True, False])
 @pytest.mark.parametrize(("a_dtype", "out"), [(E4M3, torch.bfloat16), (E5M2, torch.bfloat16), (E4M3, torch.float32)])
 def test_product(device, fast, a_dtype, out):

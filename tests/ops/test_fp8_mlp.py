@@ -6,13 +6,7 @@ import torch
 from nanosprint.kernels import tuning
 from nanosprint.ops import fp8
 from nanosprint.ops.fp8 import E4M3, quantize, scale_from, scale_of
-from nanosprint.ops.fp8_mlp import (
-    Copy,
-    Fp8Weights,
-    _requantize_formula,
-    fp8_mlp,
-    requantize,
-)
+from nanosprint.ops.fp8_mlp import Fp8Weights, fp8_mlp
 from tests.ops.test_fp8 import relative
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -216,70 +210,3 @@ def test_user_mistakes():
     x, up, down, _ = case(4, 16, 32, True)
     with pytest.raises(ValueError, match=r"expected \(\.\.\., D\), \(F, D\) and \(D, F\)"):
         fp8_mlp(x, up, down, copies_of(x, up, down, True))
-
-
-def weights_and_copies(device, dtype, shapes, lags, turn):
-    """Weights, one of them zero, and stale copies."""
-
-    def stale(*shape):
-        return torch.full(shape, 77, dtype=torch.uint8, device=device)
-
-    copies = []
-    for i, (rows, cols) in enumerate(shapes):
-        codes = torch.randint(16, 120, (rows, cols)) + 128 * torch.randint(2, (rows, cols))  # 2^-5 .. 240
-        codes[0, 0] = 126  # 448
-        weight = codes.to(torch.uint8).view(fp8.E4M3).float() * 2.0 ** -(8 + i) * (i != 1)
-        scale, following = torch.ones((), device=device), torch.full((), 2.0 ** -(7 + i), device=device)
-        turned = stale(cols, rows) if turn else None
-        copies.append(Copy(weight.to(device, dtype), stale(rows, cols), turned, scale, following if lags else None))
-    return copies
-
-
-def check_requantize(device, dtype, shapes, run):
-    """`run` against the formula, on weights that E4M3 holds exactly: a rounding that differs does not count."""
-    for lags, turn, fresh in [(False, True, True), (True, True, True), (True, True, False), (True, False, False)]:
-        ours = weights_and_copies(device, dtype, shapes, lags, turn)
-        twins = [Copy(*(None if t is None else t.clone() for t in copy)) for copy in ours]
-        for _ in range(2):
-            run(ours, fresh, 2.0)
-            _requantize_formula(twins, fresh, 2.0)
-        for a, b in zip(ours, twins, strict=True):
-            for name, got, expected in zip(Copy._fields, a, b, strict=True):
-                assert got is expected is None or torch.equal(got, expected), (name, lags, turn, fresh)
-            assert not turn or torch.equal(a.turned, a.codes.mT)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_requantize_on_a_gpu(dtype):
-    if not (torch.cuda.is_available() and fp8.supports_fp8("cuda")):
-        pytest.skip("needs a GPU with FP8")
-    shapes = [(3072, 768), (3072, 768), (48, 80), (3072, 768), (768, 3072)]
-    check_requantize("cuda", dtype, shapes, lambda copies, fresh, by: requantize(copies, fresh=fresh, headroom=by))
-    weight = torch.randn(3072, 768, device="cuda").to(dtype)
-    (copy,) = weights_and_copies("cuda", dtype, [(3072, 768)], False, True)
-    copy = copy._replace(weight=weight)
-    requantize([copy])
-    assert copy.scale == scale_of(weight)
-    assert torch.equal(copy.codes, quantize(weight, copy.scale, E4M3).view(torch.uint8))
-    assert torch.equal(copy.turned, copy.codes.mT)
-    weight[5, 7] = float("nan")
-    requantize([copy])
-    assert copy.scale.isnan()
-
-
-def test_kernel_logic_in_the_interpreter(run_interpreted):
-    run_interpreted(__file__)
-
-
-def interpreted():
-    from nanosprint.kernels import fp8 as kernels
-    from nanosprint.ops.fp8 import LEAST
-
-    kernels.REQUANTIZE, kernels.TURN_CODES = (4, 256, 1), (16, 32, 1)  # the interpreter reduces element by element
-    for dtype in (torch.float32, torch.bfloat16):
-        check_requantize("cpu", dtype, [(24, 80)] * 3, lambda *args: kernels.requantize(*args, LEAST))
-
-
-if __name__ == "__main__":
-    interpreted()

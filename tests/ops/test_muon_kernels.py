@@ -9,6 +9,7 @@ from nanosprint.optim import Muon
 from nanosprint.optim import muon as rule
 from nanosprint.optim.adam import adamw_, adamw_triton_
 from nanosprint.optim.mantissa import join
+from tests.ops.counted import Counted
 
 SHAPES = [(256, 768), (256, 768), (768, 256), (33, 50), (1, 9), (6, 2, 3, 3), (300, 257)]
 
@@ -94,8 +95,8 @@ def interpreted():
     variance_kernels()
     apply_kernel()
     adam_kernel()
+    adam_together()
     quantize_kernel()
-    quantize_all_kernel()
 
 
 def lists(shape, count=3):
@@ -203,6 +204,43 @@ def adam_kernel():
                     torch.testing.assert_close([averages, squares], twins[2:], rtol=2e-6, atol=1e-6)
 
 
+def adam_together():
+    """Optimizers of other rates, memories and dtypes in a launch for each kind, bit for bit as one by one."""
+    from nanosprint.kernels import adam as kernels
+    from nanosprint.optim import adam
+
+    adam._takes_triton = lambda batch: kernels.can_fuse(*batch)
+    one, every = kernels._adam_kernel, kernels._adam_all_kernel
+    kernels._adam_kernel, kernels._adam_all_kernel = Counted(one), Counted(every)
+    groups = [
+        ((3000, 1), 0.1, (0.9, 0.99)), ((5,), 0.3, (0.5, 0.95)), ((2049,), 1e-3, (0.9, 0.95)),
+        ((0, 7), 0.1, (0.9, 0.9)),
+    ]  # fmt: skip
+    ends = []
+    for together in (True, False):
+        torch.manual_seed(1)
+        optimizers = []
+        for i, (sizes, lr, betas) in enumerate(groups):
+            dtype = torch.bfloat16 if i % 2 else torch.float32
+            params = [torch.nn.Parameter(torch.randn(size).to(dtype)) for size in sizes]
+            options = {"eps": 1e-10, "eps_form": "uncorrected", "decay": "cautious", "weight_decay": 0.5 * i}
+            optimizers.append(adam.AdamW(params, lr=lr, betas=betas, **options))
+        Counted.launches = 0
+        for _ in range(3):
+            for optimizer in optimizers:
+                for param in optimizer.param_groups[0]["params"]:
+                    param.grad = torch.randn_like(param)
+            if together:
+                adam.step_together(optimizers)
+            for optimizer in () if together else optimizers:
+                optimizer.step()
+        assert Counted.launches == 3 * (2 if together else 5), Counted.launches  # kinds; tensors with anything in them
+        held = [(p, o.state[p]) for o in optimizers for p in o.param_groups[0]["params"]]
+        ends.append([t for p, state in held for t in (p.detach(), *state.values())])
+    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+    kernels._adam_kernel, kernels._adam_all_kernel = one, every
+
+
 def quantize_kernel():
     from nanosprint.kernels import fp8
 
@@ -218,31 +256,6 @@ def quantize_kernel():
         alone = torch.full_like(out, -7.0)
         fp8.quantize(x, alone, None, 0.5, 1.0)
         torch.testing.assert_close(alone, out, equal_nan=True)
-
-
-def quantize_all_kernel():
-    """In fp32, since the interpreter has no FP8: fp32 sources are turned by a second launch, others by the first."""
-    from nanosprint.kernels import fp8
-
-    wide = torch.full((64, 256 + 32), -7.0)
-    sources = [
-        torch.randn(160, 144),
-        torch.randn(16, 16),
-        torch.randn(48, 32).half(),
-        3 * torch.randn(64, 288)[:, :256],
-    ]
-    sources[0][1, 2] = float("nan")
-    scales = torch.tensor([0.5, 1.0, 0.25, 2.0])
-    for turning in (True, False):
-        plain = [*(torch.full(t.shape, -7.0) for t in sources[:3]), wide[:, :256]]
-        turned = [torch.full((cols, rows + 16), -7.0)[:, :rows] for rows, cols in (t.shape for t in sources)]
-        fp8.quantize_all(sources, scales, 1.0, plain, turned if turning else None)
-        for source, scale, a, b in zip(sources, scales, plain, turned, strict=True):
-            expected = (source.float() * scale).clamp(-1, 1)
-            torch.testing.assert_close(a, expected, equal_nan=True)
-            torch.testing.assert_close(b, expected.mT if turning else torch.full_like(b, -7.0), equal_nan=True)
-            assert (b._base[:, b.shape[1] :] == -7).all()
-        assert (wide[:, 256:] == -7).all()
 
 
 if __name__ == "__main__":

@@ -168,8 +168,18 @@ def test_opcheck():
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", TRIPLES)
 @pytest.mark.parametrize(
-    "shape", [(2, 256, 768), (3, 768, 768), (2, 3072, 768), (768, 3072), (2, 333, 514), (5, 33, 17)]
-)
+    "shape",
+    [
+        (2, 256, 768),
+        (60, 256, 768),
+        (40, 768, 256),
+        (3, 768, 768),
+        (2, 3072, 768),
+        (768, 3072),
+        (2, 333, 514),
+        (5, 33, 17),
+    ],
+)  # fmt: skip
 def test_gpu_kernels(name, shape):
     """bf16 through the symmetric kernels is as far from float64 as with cuBLAS, and the same when compiled."""
     if not torch.cuda.is_available():

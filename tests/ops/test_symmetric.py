@@ -99,6 +99,19 @@ def test_two_runs_agree_bitwise():
     assert torch.equal(symmetric.xxt(X), symmetric.xxt(X))
 
 
+def test_what_is_aligned_is_not_copied():
+    X = torch.randn(2, 16, 24).bfloat16()
+    assert symmetric.aligned(X).data_ptr() == X.data_ptr()
+    padded = symmetric.aligned(X[:, :9, :13])
+    assert padded.shape == (2, 16, 16)
+    assert torch.equal(padded[:, :9, :13], X[:, :9, :13])
+    assert not padded[:, 9:].any()
+    assert not padded[:, :, 13:].any()
+    odd = torch.randn(2 * 16 * 24 + 1).bfloat16()[1:].view(2, 16, 24)
+    assert symmetric.aligned(odd).data_ptr() % 16 == 0
+    assert torch.equal(symmetric.aligned(odd), odd)
+
+
 def test_user_mistakes():
     with pytest.raises(ValueError, match=r"shape \(3, 4\).*\(batch, M, N\)"):
         symmetric.xxt(torch.zeros(3, 4))
@@ -114,6 +127,7 @@ def test_kernel_logic_in_the_interpreter(run_interpreted):
 
 def interpreted():
     """Products in fp32 on sizes around the tiles' edges; outputs start as NaN, so that a gap shows."""
+    from nanosprint.kernels import tuning
     from nanosprint.kernels.polar import divide, quintic_steps
     from nanosprint.kernels.symmetric import Operand, product
     from nanosprint.kernels.tuning import Tile
@@ -123,6 +137,7 @@ def interpreted():
         return Operand(torch.full(shape, float("nan")))
 
     square, oblong = Tile(16, 16, 16, 1, 1), Tile(16, 32, 16, 1, 1)
+    once = square._replace(once=True)
     for b, m, n in [(2, 36, 52), (1, 72, 16), (3, 16, 4), (1, 4, 8), (2, 48, 48)]:
         X, B = torch.randn(b, m, n), torch.randn(b, m, m)
         x = Operand(X)
@@ -131,6 +146,10 @@ def interpreted():
             product(x, x, out, square, turn_p=turned, turn_q=not turned, symmetric=True)
             torch.testing.assert_close(out.X, P @ P.mT, atol=1e-4, rtol=1e-5)
             assert torch.equal(out.X, out.X.mT)
+            again = fresh(b, side, side)
+            product(x, x, again, once, turn_p=turned, turn_q=not turned, symmetric=True)
+            torch.testing.assert_close(again.X, out.X, atol=1e-4, rtol=1e-5)
+            assert torch.equal(again.X, again.X.mT)
         A, poly = out, fresh(b, n, n)
         product(A, A, poly, square, turn_q=True, alpha=2.0, add=A, beta=-1.5, symmetric=True)
         torch.testing.assert_close(poly.X, 2.0 * A.X @ A.X - 1.5 * A.X, atol=1e-2, rtol=1e-4)
@@ -149,6 +168,10 @@ def interpreted():
         for steps in (1, 2, 5):
             truth = quintic_steps_reference(Y.clone(), (NS5,) * steps)
             torch.testing.assert_close(quintic_steps(Y, (NS5,) * steps, (8, 0)), truth, atol=1e-5, rtol=1e-4)
+            tuning.CUBLAS_GRAMS = {(8, 0): ((range(40, 41), range(3, 4)),)}
+            assert tuning.cublas_gram(40, 3, (8, 0))
+            torch.testing.assert_close(quintic_steps(Y, (NS5,) * steps, (8, 0)), truth, atol=1e-5, rtol=1e-4)
+            tuning.CUBLAS_GRAMS = {}
 
 
 if __name__ == "__main__":

@@ -8,8 +8,12 @@ import torch.distributed as dist
 from toy import EXACT, GROUPS, assert_same_bits, differ, join, plan, spawn, toy, train
 
 from nanosprint.config import AdamConfig, ParamGroup
+from nanosprint.config.schedule import Ahead
 from nanosprint.model.roles import collect_roles
+from nanosprint.optim import engine as engine_module
+from nanosprint.optim import parts as parts_module
 from nanosprint.optim.engine import Engine
+from nanosprint.optim.parts import update_together
 
 STEPS, HALF = 20, 7  # at half time the group with every=2 is waiting with a gradient
 EVERY2 = (replace(GROUPS[0], every=2), *GROUPS[1:])
@@ -182,6 +186,34 @@ def test_order_of_updates():
     assert order() == ["head", "embed", "scalar", "soap", "matrix"]
     assert order(("matrix", "scalar"))[:2] == ["matrix", "scalar"]
     assert [part.group.role for part in toy()[1].parts] == ["head", "matrix", "soap", "embed", "scalar"]
+
+
+@pytest.mark.parametrize("groups", [GROUPS, EVERY2])
+def test_small_parts_are_updated_together_as_if_alone(monkeypatch, groups):
+    ends, calls = [], []
+    monkeypatch.setattr(engine_module, "update_together", lambda *args: calls.append(update_together(*args)))
+    for together in (True, False):
+        calls.clear()
+        if not together:
+            monkeypatch.setattr(engine_module, "is_small", lambda *_: False)
+        model, engine = toy(groups)
+        train(model, engine, range(4))
+        ends.append((model, engine.snapshot()["accumulating"], [part.bank.grad.any().item() for part in engine.parts]))
+        assert bool(calls) == together
+    assert differ(ends[0][0], ends[1][0]) == 0
+    assert ends[0][1:] == ends[1][1:]
+
+
+def test_what_counts_as_small(monkeypatch):
+    _, engine = toy()
+    due = [part for part in engine._updates if part.due(plan(0))]
+    assert [[part.group.role for part in parts] for parts in engine_module._turns(due, plan(0))] == [
+        ["head", "embed", "scalar"], ["soap"], ["matrix"],
+    ]  # fmt: skip
+    ahead = replace(plan(0), ahead=(("embed", Ahead(here=0.0, next=1.0, kept=0.9)),))
+    assert [len(parts) for parts in engine_module._turns(due, ahead)] == [2, 1, 1, 1]
+    monkeypatch.setattr(parts_module, "TOGETHER", 60)
+    assert [len(parts) for parts in engine_module._turns(due, plan(0))] == [1] * 5
 
 
 def test_clipping_is_torchs():

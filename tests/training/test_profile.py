@@ -73,7 +73,7 @@ NAMES = {
         "void at::native::elementwise_kernel<128, 2, at::native::gpu_kernel_impl<at::native::direct_copy_kernel_cuda>>",
         "_quantize_kernel",
         "_quantize_e4m3_kernel",
-        "_requantize_kernel",
+        "_renew_kernel",
         "_turn_kernel",
         "triton_poi_fused__to_copy_3",
         "triton_poi_fused_clone_transpose_8",
