@@ -43,6 +43,7 @@ from nanosprint.recipes import load_recipe
 from nanosprint.training import profile
 from nanosprint.training.batch import ModelInput, ModelStage, random_input
 from nanosprint.training.distributed import World, pick_device
+from nanosprint.training.memory import recorded_bytes
 from nanosprint.training.microbatch import micro_batches_of, rows_of
 from nanosprint.training.peak import peak
 from nanosprint.training.resolve import resolve
@@ -147,7 +148,9 @@ class Bench:
         ms = max(from_all(self._time(step, steps)))
         host_ms = max(from_all(self._host(step))) if self.device.type == "cuda" else None
         plan, size = self.plan(place, 0), self.world.size
-        memory = torch.cuda.max_memory_allocated() / 2**30 if self.device.type == "cuda" else None
+        memory = None
+        if self.device.type == "cuda":
+            memory = (torch.cuda.max_memory_allocated() + recorded_bytes(self.device)) / 2**30
         ceiling = peak(self.device, self.execution.compute)
         flops = 1e3 * self.state.model.flops_per_token(plan.seq_len, plan.windows) * plan.batch_tokens / ms
         row = {

@@ -97,7 +97,8 @@ class LossWeights:
     """What is predicted: `tokens[k]` weighs the target k tokens further on, `prefix` its longest prefix.
 
     `sampled`: how many tokens of the vocabulary the softmax of a micro-batch has: all that are its targets and a random
-    rest, see `model/sampled.py`; None is all.
+    rest, see `model/sampled.py`; None is all. A micro-batch with more targets than that has a loss of NaN, which ends
+    the run as diverged.
     """
 
     tokens: tuple[float, ...] = (1.0,)

@@ -116,11 +116,12 @@ def random_input(
     """Random tokens in the shapes of a micro-batch of `rows` rows of `plan`, or one of its parts; the same each time.
 
     In its strides, too, which a graph depends on: a single row cut out of a longer one would keep those of the longer.
+    Where the softmax has a part of the vocabulary, ids are so few that it has room for all of them and a rest.
     Documents, where the recipe has them, are of web-like lengths, cut at the plan's `max_document`.
     """
     generator = torch.Generator().manual_seed(seed)  # its own, so that the run's random state is not touched
     model, data, seq_len = recipe.model, recipe.data, plan.seq_len
-    tokens = torch.randint(model.vocab_size, (rows, model.history + seq_len + 1), generator=generator)
+    tokens = torch.randint(_ids(recipe, plan), (rows, model.history + seq_len + 1), generator=generator)
     targets = tokens[:, model.history + 1 :].clone(memory_format=torch.contiguous_format)
     documents = None
     if model.document_start is not None:
@@ -133,6 +134,13 @@ def random_input(
     tokens = tokens[:, :-1].to(torch.int32, memory_format=torch.contiguous_format)
     batch = Batch(tokens.to(device), targets.to(device), documents)
     return next(model_inputs([batch], plan, attn_scale, parts))
+
+
+def _ids(recipe: Recipe, plan: StepPlan) -> int:
+    """How many token ids there are, the documents' start token aside."""
+    sampled = None if plan.loss is None else plan.loss.sampled
+    # Two thirds of the columns are labels' in real text, too; with more labels than columns losses are NaN.
+    return recipe.model.vocab_size if sampled is None else 2 * sampled // 3
 
 
 def document_bounds(recipe: Recipe, plan: StepPlan) -> tuple[int, int]:

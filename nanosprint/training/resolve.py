@@ -7,6 +7,7 @@ import torch
 from nanosprint.config.edit import apply_overrides
 from nanosprint.config.recipe import Execution, Recipe
 from nanosprint.errors import UserError
+from nanosprint.ops.attention import BACKENDS
 from nanosprint.optim.sharding import from_first
 from nanosprint.training.attention_choice import choose_attention
 from nanosprint.training.distributed import World
@@ -28,9 +29,10 @@ def resolve(execution: Execution, recipe: Recipe, world: World) -> Execution:
     }
     resolved = apply_overrides(execution, choices)
     _check_compilers(resolved, world)
-    _check_cuda_graphs(resolved)
     resolved = resolve_micro_batches(resolved, recipe, world)
-    return apply_overrides(resolved, {"attention": choose_attention(resolved, recipe, world)})
+    resolved = apply_overrides(resolved, {"attention": choose_attention(resolved, recipe, world)})
+    _check_cuda_graphs(resolved)
+    return resolved
 
 
 def _compute(execution: Execution, recipe: Recipe, device: torch.device) -> str:
@@ -80,8 +82,18 @@ def _activation_budget(execution: Execution) -> float:
 
 
 def _check_cuda_graphs(execution: Execution) -> None:
-    if execution.cuda_graphs == "on" and execution.device != "cuda":
+    """Raise UserError where a micro-batch cannot be recorded."""
+    if execution.cuda_graphs == "off":
+        return
+    if execution.device != "cuda":
         raise UserError(f"exec.cuda_graphs=on needs a CUDA device, not {execution.device}: leave it out")
+    if execution.compile == "max-autotune":
+        raise UserError("exec.cuda_graphs=on: exec.compile=max-autotune has CUDA graphs of its own: set one of the two")
+    if execution.compile != "off" and BACKENDS[execution.attention].uploads_limits:
+        raise UserError(
+            f"exec.cuda_graphs=on: exec.attention={execution.attention} copies windows to the GPU in each call, which "
+            "cannot be recorded: choose another, or leave exec.cuda_graphs out"
+        )
 
 
 def _check_compilers(execution: Execution, world: World) -> None:

@@ -1,5 +1,6 @@
 """Recorded micro-batches, with a recorder in place of CUDA graphs: a replay does the work anew on the same tensors."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -15,7 +16,7 @@ from nanosprint.training import setup
 from nanosprint.training.batch import ModelInput, ModelStage, random_input
 from nanosprint.training.distributed import World
 from nanosprint.training.replay import Replayed
-from nanosprint.training.resolve import resolve
+from nanosprint.training.resolve import _check_cuda_graphs, resolve
 from nanosprint.training.setup import build_state
 from nanosprint.training.step import backward_of, train_step
 from nanosprint.training.warmup import training_visits
@@ -180,6 +181,24 @@ def test_needs_a_gpu():
     recipe = load_recipe("tiny")
     with pytest.raises(UserError, match=r"exec.cuda_graphs=on needs a CUDA device, not cpu"):
         resolve(Execution(device="cpu", cuda_graphs="on"), recipe, World(0, 1, CPU))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"compile": "max-autotune"}, "max-autotune has CUDA graphs of its own"),
+        ({"attention": "flex"}, "exec.attention=flex copies windows to the GPU"),
+        ({"attention": "reference"}, "exec.attention=reference copies windows to the GPU"),
+        ({"attention": "flex", "compile": "off"}, None),
+        ({"attention": "triton"}, None),
+        ({"attention": "sdpa"}, None),
+    ],
+)
+def test_what_cannot_be_recorded(options, said):
+    execution = replace(Execution(device="cuda", compile="default", attention="fa2", cuda_graphs="on"), **options)
+    with nullcontext() if said is None else pytest.raises(UserError, match=said):
+        _check_cuda_graphs(execution)
+    _check_cuda_graphs(replace(execution, cuda_graphs="off"))
 
 
 @pytest.mark.gpu

@@ -3,11 +3,16 @@
 import json
 
 import pytest
+import torch
 
 from nanosprint.config import Execution
 from nanosprint.config.edit import to_dict
 from nanosprint.recipes import load_recipe
 from nanosprint.results.record import RunRecord
+from nanosprint.training.batch import random_input
+from nanosprint.training.distributed import World
+from nanosprint.training.resolve import resolve
+from nanosprint.training.setup import build_state
 from nanosprint.training.warmup import training_visits
 from tests.training.test_batch import STAGED, STAGES
 
@@ -25,6 +30,18 @@ def test_a_stage_trains_with_a_part(train_tiny):
     one, two = RunRecord.load(plain).val_loss, RunRecord.load(sampled).val_loss
     assert one != two
     assert two == pytest.approx(one, abs=0.3)
+
+
+def test_random_tokens_leave_room_for_a_rest():
+    """With more labels than columns every loss of a warm-up or a benchmark would be NaN."""
+    recipe = load_recipe("tiny", staged(s0=16))
+    device = torch.device("cpu")
+    state = build_state(recipe, resolve(Execution(device="cpu"), recipe, World(0, 1, device)), 0, device)
+    given = random_input(recipe, recipe.plan(0), 4, device)
+    assert given.context.loss.sampled == 16
+    assert given.targets.unique().numel() == 10
+    assert state.model.loss_sum(*given).isfinite()
+    assert random_input(recipe, recipe.plan(19), 4, device).targets.max() > 16
 
 
 def test_bad_numbers():

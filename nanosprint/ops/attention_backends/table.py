@@ -44,13 +44,15 @@ class Backend:
     """`load` gives the function, or ImportError; `refuses` says in a clause why it cannot serve, or None.
 
     `bakes_limits`: a compiled graph holds the window, the longest document and the scale as constants, so that every
-    new value is a new graph. The others take them as data.
+    new value is a new graph. The others take them as data; with `uploads_limits` a graph copies that from the host to
+    the device, which a CUDA graph cannot record.
     """
 
     load: Callable[[], Attention]
     refuses: Callable[[Needs], str | None]
     compiles: bool = False  # at first use, for seconds
     bakes_limits: bool = False
+    uploads_limits: bool = False
     packages: tuple[
         str, ...
     ] = ()  # whose versions decide on its speed, besides torch's; under every name they have had
@@ -142,10 +144,10 @@ TABLE: dict[str, Backend] = {
     "batched": Backend(lambda: batched, _no_documents, bakes_limits=True),
     "cudnn": Backend(lambda: sdpa.cudnn, _dense_only, bakes_limits=True),
     "flash": Backend(lambda: sdpa.flash, _dense_only, bakes_limits=True),
-    "flex": Backend(_load_flex, _flex, compiles=True, packages=_TRITON),
+    "flex": Backend(_load_flex, _flex, compiles=True, uploads_limits=True, packages=_TRITON),
     "fa2": Backend(fa2.load, _fa2),
     "fa3": Backend(fa3.load, _fa3, packages=("flash-attn-3", "flash-attn", "kernels")),
     "fa4": Backend(fa4.load, _fa4, compiles=True, packages=("flash-attn-4", "nvidia-cutlass-dsl", "quack-kernels")),
     "triton": Backend(windowed.load, _triton, compiles=True, packages=_TRITON),
-    "reference": Backend(lambda: reference, _anything),
+    "reference": Backend(lambda: reference, _anything, uploads_limits=True),
 }
