@@ -33,6 +33,7 @@ from nanosprint.training.graphs import GraphCounter
 from nanosprint.training.log import RunLog, noted
 from nanosprint.training.loop import Loop
 from nanosprint.training.peak import Peak, peak
+from nanosprint.training.replay import Replayed
 from nanosprint.training.request import RunRequest, save_request, start_run, timestamp
 from nanosprint.training.reuse import Kept, release_memory
 from nanosprint.training.selfcheck import check_data, check_processes
@@ -199,6 +200,8 @@ class _Session:
 
     def _train(self, prepared: Prepared, saved: dict[str, Any] | None) -> RunRecord | None:
         meter = self._meter()
+        if isinstance(prepared.backward, Replayed):
+            self.graphs.recorded = prepared.backward.recorded
         clock = Clock(prepared.synchronize, hooks=[meter, self.graphs])
         ceiling = peak(self.world.device, str(self.request.execution.compute))
         loop = Loop(prepared, self.run_dir, self.log, clock, ceiling, meter)

@@ -15,6 +15,7 @@ Source: CUDA graphs as PyTorch has them (Nguyen, Carilli and others 2021, pytorc
 cuda-graphs); the published record's own script does without.
 """
 
+import gc
 import logging
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -53,6 +54,10 @@ class Replayed:
         self._parameters = [(name, p) for name, p in parameters if p.requires_grad]
         self._record = record or OnGpu()
         self._recordings: dict[Hashable, _Recording] = {}
+
+    def recorded(self) -> int:
+        """How many recordings there are."""
+        return len(self._recordings)
 
     def __call__(self, arguments: ModelInput, divisor: float) -> Tensor:
         """The loss of `arguments`, a tensor of its own; its gradients over `divisor` are added to the parameters'."""
@@ -95,6 +100,8 @@ class OnGpu:
 
     def __call__(self, work: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
         """What replays `work`, and the tensor in which its result then stands."""
+        # An autograd graph that a cycle of references keeps would run on the stream on which it was made.
+        gc.collect()
         graph = torch.cuda.CUDAGraph()
         # Other threads may go on using CUDA: the loader's, which pins memory, and NCCL's.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):

@@ -37,7 +37,7 @@ def warm_up(
     Steps come in their order, so that what one leaves for the next, such as a tie that has ended, is as in training.
     backward: what trains; None is the plain one of `loss_sum`.
     """
-    backward = backward or backward_of(loss_sum)
+    backward = backward_of(loss_sum) if backward is None else backward
     saved, stage = state.snapshot(), ModelStage(state.model)
     device, parts = state.model.embed.weight.device, resolved(execution.parts_per_microbatch)
     rows = validation_batch_tokens(recipe, parts) // recipe.eval.seq_len

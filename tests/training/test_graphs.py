@@ -24,3 +24,13 @@ def test_only_what_is_compiled_on_the_clock_counts():
         torch._dynamo.reset()
         compile_one()
     assert counter.count == 2
+
+
+def test_recordings_count_too():
+    counter, made = GraphCounter(), [2]
+    counter.recorded = lambda: len(made)
+    counter.start()
+    made += [3, 4]
+    counter.stop()
+    made.append(5)
+    assert counter.count == 2
