@@ -20,12 +20,16 @@ class OutOfMemory(UserError):
 
 
 class DivergedError(RuntimeError):
-    """The loss became NaN or infinite. `step` is the first optimizer step (from 1) whose loss was not finite."""
+    """The loss became NaN or infinite. `step` is the first optimizer step (from 1) whose loss was not finite.
 
-    def __init__(self, step: int, loss: float) -> None:
+    hint: another remedy than the usual ones, in a clause.
+    """
+
+    def __init__(self, step: int, loss: float, hint: str | None = None) -> None:
+        other = "" if hint is None else f", {hint}"
         super().__init__(
-            f"the loss became {loss} at step {step}: lower the learning rates (groups.N.lr) or look at the "
-            "data; the last good checkpoint is kept"
+            f"the loss became {loss} at step {step}: lower the learning rates (groups.N.lr), look at the data{other}; "
+            "the last good checkpoint is kept"
         )
         self.step = step
 

@@ -152,7 +152,17 @@ class Loop:
         self.log.write(lines)
         for line in lines:
             if not math.isfinite(line["loss"]):
-                raise DivergedError(line["step"], line["loss"])
+                raise DivergedError(line["step"], line["loss"], self._hint(line["step"]))
+
+    def _hint(self, step: int) -> str | None:
+        """What else than divergence makes the loss of the step that ended at `step` NaN."""
+        loss = self.run.recipe.plan(step - 1).loss
+        if loss is None or loss.sampled is None:
+            return None
+        return (
+            f"or raise schedule.stages' loss.sampled (now {loss.sampled}), which is NaN where a micro-batch has more "
+            "tokens of the vocabulary for labels"
+        )
 
     def save(self) -> bool:
         """Write a checkpoint, off the clock; whether that worked, on every process.

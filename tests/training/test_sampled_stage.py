@@ -7,6 +7,7 @@ import torch
 
 from nanosprint.config import Execution
 from nanosprint.config.edit import to_dict
+from nanosprint.errors import DivergedError
 from nanosprint.recipes import load_recipe
 from nanosprint.results.record import RunRecord
 from nanosprint.training.batch import random_input
@@ -42,6 +43,11 @@ def test_random_tokens_leave_room_for_a_rest():
     assert given.targets.unique().numel() == 10
     assert state.model.loss_sum(*given).isfinite()
     assert random_input(recipe, recipe.plan(19), 4, device).targets.max() > 16
+
+
+def test_too_few_columns_are_named(train_tiny):
+    with pytest.raises(DivergedError, match=r"became nan at step 1: .*raise schedule.stages' loss.sampled \(now 16\)"):
+        train_tiny("run", *staged(s0=16))
 
 
 def test_bad_numbers():
