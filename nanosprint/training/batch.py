@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,15 @@ class ModelInput(NamedTuple):
     tokens: Tensor
     targets: Tensor
     context: Context
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    """What tuples within tuples hold, in order, such as the tensors and numbers of a `ModelInput`."""
+    if not isinstance(value, tuple):
+        yield value
+        return
+    for part in value:
+        yield from leaves(part)
 
 
 class ModelStage:

@@ -10,6 +10,7 @@ import platform
 import re
 import subprocess
 import sys
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -51,14 +52,26 @@ def versions() -> dict[str, str | None]:
     }
 
 
+def code_checksum(package: Path = PACKAGE) -> str:
+    """Of every Python file of the package. A commit says less: a checkout may be changed, an installation has none."""
+    digest = sha256()
+    for path in sorted(package.rglob("*.py")):
+        digest.update(str(path.relative_to(package)).encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:12]
+
+
 def describe_cpu() -> dict[str, Any]:
     """The processor's name, its logical cores, how many of them this process may use, and the machine's memory."""
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     try:
         memory_bytes: int | None = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (ValueError, OSError, AttributeError):
         memory_bytes = None
-    return {"name": _cpu_name(), "cores": os.cpu_count(), "usable_cores": usable, "memory_bytes": memory_bytes}
+    return {"name": _cpu_name(), "cores": os.cpu_count(), "usable_cores": usable_cores(), "memory_bytes": memory_bytes}
+
+
+def usable_cores() -> int | None:
+    """The logical cores that this process may use; None where nobody knows."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 def describe_gpus() -> list[dict[str, Any]]:

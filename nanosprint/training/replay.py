@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from nanosprint.errors import UserError
-from nanosprint.training.batch import ModelInput
+from nanosprint.training.batch import ModelInput, leaves
 from nanosprint.training.step import Backward
 
 _log = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class Replayed:
     def __call__(self, arguments: ModelInput, divisor: float) -> Tensor:
         """The loss of `arguments`, a tensor of its own; its gradients over `divisor` are added to the parameters'."""
         arguments = arguments._replace(context=arguments.context.with_ints())
-        key = (divisor, *map(_kind, _leaves(arguments)))
+        key = (divisor, *map(_kind, leaves(arguments)))
         recording = self._recordings.get(key)
         if recording is None:
             return self._first(key, _copied(arguments), divisor)
@@ -109,17 +109,8 @@ class OnGpu:
         return graph.replay, result
 
 
-def _leaves(value: Any) -> Iterator[Any]:
-    """What tuples within tuples hold, in order."""
-    if not isinstance(value, tuple):
-        yield value
-        return
-    for part in value:
-        yield from _leaves(part)
-
-
 def _tensors(inputs: ModelInput) -> Iterator[Tensor]:
-    return (leaf for leaf in _leaves(inputs) if isinstance(leaf, Tensor))
+    return (leaf for leaf in leaves(inputs) if isinstance(leaf, Tensor))
 
 
 def _kind(leaf: Any) -> Hashable:

@@ -24,7 +24,7 @@ from nanosprint.data.shards import open_shard
 from nanosprint.errors import UserError
 from nanosprint.optim.sharding import all_gather, from_all, reduce_scatter
 from nanosprint.training.distributed import World
-from nanosprint.training.environment import PACKAGE, versions
+from nanosprint.training.environment import code_checksum, versions
 from nanosprint.training.request import RunRequest
 from nanosprint.training.setup import Data
 
@@ -131,14 +131,6 @@ def differing_weights(model: nn.Module) -> list[str]:
 def _bits_checksum(tensor: Tensor) -> str:
     bits = tensor.detach().contiguous().view(-1).view(torch.uint8)
     return sha256(bits.cpu().numpy().data).hexdigest()
-
-
-def code_checksum(package: Path = PACKAGE) -> str:
-    """Of every Python file of the package. A commit says less: a checkout may be changed, an installation has none."""
-    digest = sha256()
-    for path in sorted(package.rglob("*.py")):
-        digest.update(str(path.relative_to(package)).encode() + b"\0" + path.read_bytes() + b"\0")
-    return digest.hexdigest()[:12]
 
 
 def _shard_words(path: Path) -> str:
