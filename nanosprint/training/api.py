@@ -33,6 +33,7 @@ from nanosprint.training.graphs import GraphCounter
 from nanosprint.training.log import RunLog, noted
 from nanosprint.training.loop import Loop
 from nanosprint.training.peak import Peak, peak
+from nanosprint.training.phases import Phases
 from nanosprint.training.replay import Replayed
 from nanosprint.training.request import RunRequest, save_request, start_run, timestamp
 from nanosprint.training.reuse import Kept, release_memory
@@ -140,6 +141,8 @@ class _Session:
         self.resume = resume
         self.began_before = run_dir.metrics_path.exists()
         self.graphs = GraphCounter()
+        self.phases = Phases()
+        self.phases.add("import", time.time() - started)
         self.environment = environment()
         display: Display | None = None
         if console and world.is_main:
@@ -160,11 +163,12 @@ class _Session:
         wanted = self.request.execution
         with self.log:
             try:
-                data = find_data(self.request)
-                check_data(data, self.world)
+                with self.phases("data"):
+                    data = find_data(self.request)
+                    check_data(data, self.world)
                 saved = self._saved()
                 with noted(self.log, ATTENTION_LOGGER, "attention"):
-                    prepared = prepare(self.request, self.world, data, kept)
+                    prepared = prepare(self.request, self.world, data, kept, self.phases)
                 if self.world.is_main:
                     save_tokenizer(data.tokenizer, self.run_dir.path)  # for sampling where the data is not
             except Exception as error:
@@ -218,6 +222,8 @@ class _Session:
         self.log.event(
             "start",
             startup_ms=startup_ms,
+            phases_s={name: round(seconds, 3) for name, seconds in self.phases.seconds.items()},
+            graphs=[first._asdict() for first in prepared.first_calls],
             parameters=parameters,
             message=f"{parameters:,} parameters, {self._described()}, ready after {startup_ms / 1000:.1f} s",
         )

@@ -1,17 +1,19 @@
 """Compiles the graphs of a run in processes of their own, all at the same time, before the run needs them.
 
 Tracing, gradients and most of Inductor are Python, so a process compiles one graph after the other; and the graphs of a
-run, one for each stage and one for validation, are many seconds each. Here every process builds the model, compiles
-its share of the graphs and ends without having run any. What it leaves are the files of Inductor's and AOTAutograd's
-caches, which the run then finds. Its own cores are free meanwhile, for the kernels that are not the compiler's.
+run, one for each stage and one for validation, are many seconds each. Here every process builds the model without its
+weights' values, compiles its share of the graphs, stores them (`stored.py`) and ends without having run any. The run's
+own process is free meanwhile for the kernels that are not the compiler's. A graph that cannot be stored is left in the
+caches of Inductor and AOTAutograd, which spare the run all but tracing.
 
-Where the files are there already this would cost more than it saves, so a mark beside them says for which requests
-they are. It is an estimate: without files behind it the run compiles what is missing, one graph after the other.
+Where the files are there already this would cost more than it saves, so a mark beside them says for which graphs they
+are. It is an estimate: without files behind it the run compiles what is missing, one graph after the other.
 
-A graph is found if nothing that its key is made of differs: shapes, weights' formats, settings of the compiler, the
-number of CPU threads and the index of the GPU. So this is for runs of one process.
+A graph is found if nothing that its name is made of differs, the index of the GPU included. So this is for runs of one
+process.
 """
 
+import gc
 import hashlib
 import json
 import logging
@@ -26,11 +28,16 @@ from typing import IO, Any
 import torch
 
 from nanosprint.config.edit import from_dict, to_dict
+from nanosprint.training.batch import ModelInput
+from nanosprint.training.environment import usable_cores
 from nanosprint.training.request import RunRequest
-from nanosprint.training.warmup import Graph, graphs_of
+from nanosprint.training.step import LossSum
+from nanosprint.training.stored import GraphStore, circumstances, converter, store_folder
+from nanosprint.training.warmup import Graph, graph_of, graphs_of
 
 _log = logging.getLogger(__name__)
 _PATIENCE_S = 600.0
+_NOT_STORED = 3  # exit code: all graphs are compiled, but not all are stored
 
 
 class Compilers:
@@ -42,12 +49,16 @@ class Compilers:
 
     def wait(self) -> None:
         """Wait until all are done, and say of the first that failed why."""
-        failures = [said for process, stderr in self._processes if (said := _end(process, stderr)) is not None]
-        if failures:
-            _log.warning("graphs could not be compiled ahead (%s): the run compiles them one by one", failures[0])
-        else:
-            self._mark.parent.mkdir(parents=True, exist_ok=True)
-            self._mark.touch()
+        ends = [_end(process, stderr) for process, stderr in self._processes]
+        failed = [said for code, said in ends if code not in (0, _NOT_STORED)]
+        unstored = [said for code, said in ends if code == _NOT_STORED]
+        if failed:
+            _log.warning("graphs could not be compiled ahead (%s): the run compiles them one by one", failed[0])
+            return
+        if unstored:
+            _log.warning("graphs could not be stored (%s): every start traces them", unstored[0])
+        self._mark.parent.mkdir(parents=True, exist_ok=True)
+        self._mark.touch()
 
     def stop(self) -> None:
         """End those that still run."""
@@ -64,7 +75,7 @@ def compile_ahead(request: RunRequest) -> Compilers | None:
 
 def _start(request: RunRequest, share: int, count: int) -> tuple[subprocess.Popen[bytes], IO[bytes]]:
     stderr = tempfile.TemporaryFile()  # noqa: SIM115  (`_end` reads it)
-    threads = max(1, (os.cpu_count() or 1) // count)
+    threads = max(1, (usable_cores() or 1) // count)
     # the launcher's variables would make it a part of a group of processes
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     process = subprocess.Popen(
@@ -80,31 +91,27 @@ def _start(request: RunRequest, share: int, count: int) -> tuple[subprocess.Pope
     return process, stderr
 
 
-def _end(process: subprocess.Popen[bytes], stderr: IO[bytes]) -> str | None:
-    """Wait for it; None, or the last line of a process that failed."""
+def _end(process: subprocess.Popen[bytes], stderr: IO[bytes]) -> tuple[int, str]:
+    """Wait for it; its exit code and the last line that it said."""
     try:
         code = process.wait(_PATIENCE_S)
     except subprocess.TimeoutExpired:
         process.kill()
-        return f"one took more than {_PATIENCE_S:.0f} s"
-    if not code:
-        return None
+        return 1, f"one took more than {_PATIENCE_S:.0f} s"
     stderr.seek(0)
     lines = stderr.read().decode(errors="replace").strip().splitlines()
-    return lines[-1] if lines else f"one ended with code {code}"
+    return code, lines[-1] if lines else f"one ended with code {code}"
 
 
 def _mark_of(request: RunRequest) -> Path:
-    """The file that says that the cache has the graphs of `request`, as this code and this torch make them."""
-    from torch._inductor.runtime.runtime_utils import cache_dir
-
-    device = request.execution.device
-    name = torch.cuda.get_device_name() if device == "cuda" else device
-    what = [to_dict(request.recipe), to_dict(request.execution), torch.__version__, name]
-    digest = hashlib.sha256(json.dumps(what, sort_keys=True).encode())
-    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
-        digest.update(path.read_bytes())
-    return Path(cache_dir()) / "nanosprint" / digest.hexdigest()[:32]
+    """The file that says that there are the graphs of `request`: of its model, for all its shapes and documents."""
+    recipe, execution = request.recipe, request.execution
+    graphs = [
+        (graph_of(graph.plan, execution), graph.plan.max_document, *graph[1:]) for graph in graphs_of(recipe, execution)
+    ]
+    what = [circumstances(recipe, execution), to_dict(recipe.data), recipe.max_seq_len, graphs]
+    digest = hashlib.sha256(json.dumps(what, default=to_dict).encode())
+    return store_folder() / f"{digest.hexdigest()[:32]}.ready"
 
 
 class _Compiled(Exception):
@@ -121,8 +128,8 @@ def _only_compile(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
     return run
 
 
-def compile_graphs(request: RunRequest, graphs: list[Graph]) -> None:
-    """Compile them for a resolved request, in this process, on whose model they leave no trace."""
+def compile_graphs(request: RunRequest, graphs: list[Graph]) -> list[Exception]:
+    """Compile and store them for a resolved request, in this process, which runs none; why some are not stored."""
     from nanosprint.training.batch import ModelStage, random_input
     from nanosprint.training.distributed import World, pick_device
     from nanosprint.training.setup import build_state, cap_memory, compiled, set_threads
@@ -131,23 +138,39 @@ def compile_graphs(request: RunRequest, graphs: list[Graph]) -> None:
     world = World(0, 1, pick_device(execution.device))
     set_threads(execution, world)
     cap_memory(execution, world.device)
-    state = build_state(recipe, execution, request.seed, world.device)
+    state = build_state(recipe, execution, None, world.device)
     loss_sum, stage = compiled(state.model, execution, _only_compile), ModelStage(state.model)
+    store, convert = GraphStore(state.model, recipe, execution), converter(execution)
+    errors = []
     for plan, rows, parts, trained in graphs:
-        scale = stage.enter(plan)
+        inputs = random_input(recipe, plan, rows, world.device, stage.enter(plan), parts)
         with torch.set_grad_enabled(trained):
             try:
-                loss_sum(*random_input(recipe, plan, rows, world.device, scale, parts))
-            except _Compiled:
-                continue
-        raise AssertionError("a graph ran instead of being compiled")
+                store.save(inputs._replace(context=convert(inputs.context)))
+            except Exception as error:  # of an experimental part of torch, or of a graph's
+                errors.append(error)
+                _leave_in_caches(loss_sum, inputs)
+    return errors
+
+
+def _leave_in_caches(loss_sum: LossSum, inputs: ModelInput) -> None:
+    try:
+        loss_sum(*inputs)
+    except _Compiled:
+        return
+    raise AssertionError("a graph ran instead of being compiled")
 
 
 def main() -> None:
+    gc.disable()  # a tenth of tracing and of the compiler's time, for some tens of MB that soon end with the process
     job = json.load(sys.stdin)
     request: RunRequest = from_dict(RunRequest, job["request"])
     graphs = graphs_of(request.recipe, request.execution)
-    compile_graphs(replace(request, budget=None), graphs[job["share"] :: job["count"]])
+    errors = compile_graphs(replace(request, budget=None), graphs[job["share"] :: job["count"]])
+    if errors:
+        told = " ".join(str(errors[0]).split())[:500] or "no reason given"
+        print(f"{type(errors[0]).__name__}: {told}", file=sys.stderr)
+        sys.exit(_NOT_STORED)
 
 
 if __name__ == "__main__":

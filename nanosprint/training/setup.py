@@ -18,11 +18,10 @@ from nanosprint.data.loader import TokenLoader
 from nanosprint.data.shards import checksum, find_shards, open_shard
 from nanosprint.data.tokenizers import Tokenizer, load_tokenizer
 from nanosprint.errors import OutOfMemory, UserError
-from nanosprint.model.context import NO_CONTEXT, Context
+from nanosprint.model.context import NO_CONTEXT
 from nanosprint.model.gpt import GPT
 from nanosprint.model.head import HeadLoss
 from nanosprint.ops import linear_relu2
-from nanosprint.ops.attention import BACKENDS
 from nanosprint.ops.fp8 import has_fp8
 from nanosprint.ops.head_loss import Fp8Scales, head_loss
 from nanosprint.ops.softcap_xent import uses_kernel
@@ -30,13 +29,15 @@ from nanosprint.optim.build import DTYPES
 from nanosprint.optim.sharding import from_first
 from nanosprint.training.distributed import World
 from nanosprint.training.microbatch import lanes_of, resolved, smaller
+from nanosprint.training.phases import Phases
 from nanosprint.training.precompile import compile_ahead
 from nanosprint.training.replay import Replayed
 from nanosprint.training.request import Budget, RunRequest
 from nanosprint.training.resolve import resolve
-from nanosprint.training.reuse import Kept, moved_into
+from nanosprint.training.reuse import Graphs, Kept, moved_into
 from nanosprint.training.state import TrainState, build_engine
 from nanosprint.training.step import Backward, LossSum, backward_of
+from nanosprint.training.stored import FirstCall, GraphStore, StoredLossSum, converter
 from nanosprint.training.warmup import measure_step_ms, warm_up, warm_up_eagerly
 
 _log = logging.getLogger(__name__)
@@ -68,10 +69,16 @@ class Prepared:
     loss_sum: LossSum
     backward: Backward
     shares_graphs: bool  # whether those of an earlier run of this process serve
+    phases: Phases  # of start-up
 
     @property
     def recipe(self) -> Recipe:
         return self.request.recipe
+
+    @property
+    def first_calls(self) -> list[FirstCall]:
+        """How each compiled graph came to be, in the order of their first calls."""
+        return self.loss_sum.first_calls if isinstance(self.loss_sum, StoredLossSum) else []
 
     @property
     def parts(self) -> int:
@@ -96,41 +103,61 @@ def find_data(request: RunRequest) -> Data:
     return Data(folder, find_shards(folder, "train"), find_shards(folder, "val"), tokenizer)
 
 
-def prepare(request: RunRequest, world: World, data: Data, kept: Kept | None = None) -> Prepared:
-    """Build, compile and warm up. The time this takes is start-up, not training.
+def prepare(
+    request: RunRequest, world: World, data: Data, kept: Kept | None = None, phases: Phases | None = None
+) -> Prepared:
+    """Build, compile and warm up. The time this takes is start-up, not training, and is counted in `phases`.
 
     kept: what an earlier run of this process left: where its graphs are those of this one, they serve again, and the
     run is bit for bit what it would be in a process of its own. For one process: with several it must be None.
     """
+    phases = Phases() if phases is None else phases
     set_threads(request.execution, world)
     cap_memory(request.execution, world.device)
     before = None if kept is None else kept.settled(request)
-    execution = before or resolve(request.execution, request.recipe, world)
+    with phases("resolve"):
+        execution = before or resolve(request.execution, request.recipe, world)
     wanted, request = request.execution, replace(request, execution=execution)
     shared = None if kept is None else kept.take(request)
-    loading = _load_compiler() if execution.compilers and not shared else None
-    compilers = None if shared else compile_ahead(request)
+    state, loss_sum = _built(request, world, shared, phases)
+    with phases("warm-up"):
+        request, loss_sum, backward = _warm_up_within_memory(request, state, loss_sum, world, wanted)
+    if request.budget is not None:
+        with phases("budget"):
+            request = fit_to_budget(request, state, backward, world, data)
+            if _records(execution):  # windows of a run of another length
+                warm_up(state, loss_sum, request.recipe, request.execution, backward)
+    gc.collect()
+    return Prepared(request, world, data, state, loss_sum, backward, shared is not None, phases)
+
+
+def _built(request: RunRequest, world: World, shared: Graphs | None, phases: Phases) -> tuple[TrainState, LossSum]:
+    """The run's state and what computes its loss: the graphs of `shared`, or its own, as far as they are compiled yet.
+
+    What needs no graph is done while other processes compile them.
+    """
+    recipe, execution = request.recipe, request.execution
+    loading = _load_compiler() if execution.compile != "off" and shared is None else None
+    compilers = compile_ahead(request) if shared is None else None
     try:
-        state = build_state(request.recipe, execution, request.seed, world.device)
-        if shared is None:
-            loss_sum = compiled(state.model, execution)
-        else:
-            state, loss_sum = moved_into(shared.model, state, request.recipe), shared.loss_sum
-        if loading is not None:
-            loading.join()
+        with phases("model"):
+            state = build_state(recipe, execution, request.seed, world.device)
+            if shared is not None:
+                if isinstance(shared.loss_sum, StoredLossSum):
+                    shared.loss_sum.first_calls.clear()
+                return moved_into(shared.model, state, recipe), shared.loss_sum
+            if loading is not None:
+                loading.join()
+            loss_sum = build_loss_sum(state.model, recipe, execution)
         if compilers is not None:
-            warm_up_eagerly(state, request.recipe)
-            compilers.wait()
+            with phases("kernels"):
+                warm_up_eagerly(state, recipe)
+            with phases("ahead"):
+                compilers.wait()
     finally:
         if compilers is not None:
             compilers.stop()
-    request, backward = _warm_up_within_memory(request, state, loss_sum, world, wanted)
-    if request.budget is not None:
-        request = fit_to_budget(request, state, backward, world, data)
-        if _records(execution):  # windows of a run of another length
-            warm_up(state, loss_sum, request.recipe, request.execution, backward)
-    gc.collect()
-    return Prepared(request, world, data, state, loss_sum, backward, shared is not None)
+    return state, loss_sum
 
 
 def _load_compiler() -> threading.Thread:
@@ -167,9 +194,13 @@ def cap_memory(execution: Execution, device: torch.device) -> None:
     torch.cuda.set_per_process_memory_fraction(execution.memory_gb * 1e9 / total, device)
 
 
-def build_state(recipe: Recipe, execution: Execution, seed: int, device: torch.device) -> TrainState:
-    """Model with initial weights and its optimizers, before the first step."""
-    torch.manual_seed(seed)
+def build_state(recipe: Recipe, execution: Execution, seed: int | None, device: torch.device) -> TrainState:
+    """Model with initial weights and its optimizers, before the first step.
+
+    seed: of the weights; None leaves them as they are, for who wants a model's form alone.
+    """
+    if seed is not None:
+        torch.manual_seed(seed)
     wide = torch.float64 if recipe.precision.compute == "fp64" else torch.float32
     compute = DTYPES[execution.compute]
     # On a CPU the stream is cheapest in fp32: norms in bf16 are ten times slower there than in fp32.
@@ -181,7 +212,8 @@ def build_state(recipe: Recipe, execution: Execution, seed: int, device: torch.d
         stream_dtype=stream,
         head_loss=_head_loss(recipe, execution, device),
     )
-    model.init_weights(seed)
+    if seed is not None:
+        model.init_weights(seed)
     model.to(device=device, dtype=wide)
     model.extend(recipe.max_seq_len)  # there: a quarter of a million positions take seconds on a CPU
     engine = build_engine(model, recipe)
@@ -235,8 +267,16 @@ def compiled(model: GPT, execution: Execution, backend: Callable[..., Any] | Non
     mode = None if execution.compile == "default" else execution.compile
     options: dict[str, Any] = {"mode": mode} if backend is None else {"backend": backend}
     graphs = torch.compile(model.loss_sum, dynamic=False, fullgraph=True, **options)
-    convert = Context.with_ints if BACKENDS[execution.attention].bakes_limits else Context.with_data
+    convert = converter(execution)
     return lambda tokens, targets, context=NO_CONTEXT: graphs(tokens, targets, convert(context))
+
+
+def build_loss_sum(model: GPT, recipe: Recipe, execution: Execution) -> LossSum:
+    """`model.loss_sum` as the execution says: compiled, with the graphs that are stored for it."""
+    loss_sum = compiled(model, execution)
+    if execution.compile != "default":
+        return loss_sum
+    return StoredLossSum(GraphStore(model, recipe, execution), model, execution, loss_sum)
 
 
 def build_backward(state: TrainState, loss_sum: LossSum, execution: Execution) -> Backward:
@@ -320,14 +360,17 @@ def open_loader(
 
 def _warm_up_within_memory(
     request: RunRequest, state: TrainState, loss_sum: LossSum, world: World, wanted: Execution
-) -> tuple[RunRequest, Backward]:
-    """Warm up; where the size of a micro-batch is ours to choose, shrink it until a step fits into memory."""
+) -> tuple[RunRequest, LossSum, Backward]:
+    """Warm up; where the size of a micro-batch is ours to choose, shrink it until a step fits into memory.
+
+    The loss is another one where less is kept of the activations.
+    """
     while True:
         execution = request.execution
         backward = build_backward(state, loss_sum, execution)
         try:
             warm_up(state, loss_sum, request.recipe, execution, backward)
-            return request, backward
+            return request, loss_sum, backward
         except torch.OutOfMemoryError as error:
             less = smaller(request.recipe, execution, wanted)
             if less is None or world.size > 1:
@@ -338,7 +381,7 @@ def _warm_up_within_memory(
         _log.warning(message, tokens, parts, budget)
         if budget != execution.activation_budget:
             torch._dynamo.reset()
-            _keep_activations(less)
+            loss_sum = build_loss_sum(state.model, request.recipe, less)
         request = replace(request, execution=less)
         del backward
         gc.collect()

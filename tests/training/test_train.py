@@ -26,6 +26,15 @@ def lines(path, kind):
     return [line for line in RunDir(path).read_metrics() if line["kind"] == kind]
 
 
+def test_where_start_up_goes(train_tiny):
+    path = train_tiny("run")
+    (start,) = [line for line in lines(path, "event") if line["name"] == "start"]
+    phases = start["phases_s"]
+    assert list(phases) == ["import", "data", "resolve", "model", "warm-up"]
+    assert 0 < sum(phases.values()) <= start["startup_ms"] / 1000 + 0.01
+    assert start["graphs"] == []  # nothing is compiled on a CPU
+
+
 def test_record_and_metrics_of_a_run(train_tiny):
     path = train_tiny("run", seed=5)
     record = RunRecord.load(path)
