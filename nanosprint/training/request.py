@@ -124,11 +124,14 @@ def resumed(request: RunRequest, execution: Execution) -> RunRequest:
     anew: set[str] = set()
     if execution.gpus != before.gpus or execution.device != before.device:
         anew |= {"lanes_per_microbatch", "tokens_per_microbatch", "parts_per_microbatch", "activation_budget"}
+        anew.add("compilers")
         execution = replace(execution, threads=0 if execution.threads == before.threads else execution.threads)
+    if execution.compile != before.compile:
+        anew.add("compilers")
     if execution.lanes_per_microbatch != before.lanes_per_microbatch:
         anew.add("tokens_per_microbatch")
     if execution.device != before.device:
-        anew |= {"compute", "attention", "compile", "compilers"}
+        anew |= {"compute", "attention", "compile"}
     choices = {name: "auto" for name in anew if getattr(execution, name) == getattr(before, name)}
     return replace(request, execution=apply_overrides(execution, choices), profile=False)
 

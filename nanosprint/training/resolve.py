@@ -1,6 +1,7 @@
 """Turns every "auto" of an `Execution` into the choice for this machine, once, at the start of a run."""
 
 import time
+from dataclasses import replace
 
 import torch
 
@@ -11,8 +12,11 @@ from nanosprint.ops.attention import BACKENDS
 from nanosprint.optim.sharding import from_first
 from nanosprint.training.attention_choice import choose_attention
 from nanosprint.training.distributed import World
+from nanosprint.training.environment import usable_cores
 from nanosprint.training.microbatch import resolve_micro_batches
+from nanosprint.training.warmup import graphs_of
 
+_CORES_EACH, _MOST_COMPILERS = 4, 4  # of processes that compile ahead
 _BITS = {"bf16": 16, "fp32": 32, "fp64": 64}
 
 
@@ -32,7 +36,7 @@ def resolve(execution: Execution, recipe: Recipe, world: World) -> Execution:
     resolved = resolve_micro_batches(resolved, recipe, world)
     resolved = apply_overrides(resolved, {"attention": choose_attention(resolved, recipe, world)})
     _check_cuda_graphs(resolved)
-    return resolved
+    return replace(resolved, compilers=_compilers(resolved, recipe, world))
 
 
 def _compute(execution: Execution, recipe: Recipe, device: torch.device) -> str:
@@ -97,9 +101,22 @@ def _check_cuda_graphs(execution: Execution) -> None:
 
 
 def _check_compilers(execution: Execution, world: World) -> None:
-    """Raise UserError where graphs cannot be compiled ahead. By itself nobody does: it was never timed on a GPU."""
-    able = execution.compile == "default" and world.size == 1
-    if execution.compilers < 0 or (execution.compilers and not able):
-        raise UserError(
-            f"exec.compilers={execution.compilers} must be 0, or more with exec.compile=default and --gpus 1"
-        )
+    """Raise UserError where graphs cannot be compiled ahead."""
+    wanted = execution.compilers
+    if wanted != "auto" and (wanted < 0 or (wanted and not _compiles_ahead(execution, world))):
+        raise UserError(f"exec.compilers={wanted} must be 0, or more with exec.compile=default and --gpus 1")
+
+
+def _compiles_ahead(execution: Execution, world: World) -> bool:
+    return execution.compile == "default" and world.size == 1
+
+
+def _compilers(execution: Execution, recipe: Recipe, world: World) -> int:
+    """Processes that compile ahead: one for each graph, where there are cores for several. The rest must be settled."""
+    if execution.compilers != "auto":
+        return execution.compilers
+    if execution.device != "cuda" or not _compiles_ahead(execution, world):
+        return 0
+    # Each keeps a core busy and hands kernels to workers of its own; more than four would want as many cores again.
+    count = min(len(graphs_of(recipe, execution)), (usable_cores() or 1) // _CORES_EACH, _MOST_COMPILERS)
+    return count if count > 1 else 0

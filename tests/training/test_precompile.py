@@ -1,6 +1,8 @@
 """Graphs compiled ahead: which there are, that nothing runs, that the run finds them, and what is said of failures."""
 
 import logging
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,13 +13,15 @@ from torch._functorch._aot_autograd import autograd_cache
 from nanosprint.config import Execution
 from nanosprint.errors import UserError
 from nanosprint.recipes import load_recipe
-from nanosprint.training import precompile
+from nanosprint.training import precompile, setup
+from nanosprint.training import resolve as resolving
 from nanosprint.training.batch import random_input
 from nanosprint.training.distributed import World
-from nanosprint.training.request import RunRequest
+from nanosprint.training.request import RunRequest, resumed
 from nanosprint.training.resolve import resolve
 from nanosprint.training.setup import build_state, compiled
-from nanosprint.training.warmup import graphs_of, warm_up_eagerly
+from nanosprint.training.stored import GraphStore
+from nanosprint.training.warmup import graphs_of, warm_up, warm_up_eagerly
 from tests.recipes.test_ladder import small
 from tests.training.test_batch import STAGED
 
@@ -42,7 +46,7 @@ def test_a_graph_for_each_stage_and_one_for_validation():
 
 
 def test_the_run_asks_the_caches_for_what_was_compiled_ahead(monkeypatch):
-    """The same graphs of the same shapes, all of which may be cached. Nothing is compiled, let alone run."""
+    """The same graphs of the same shapes, all of which may be cached, where none can be stored. None is run."""
     recipe = load_recipe("tiny", STAGED)
     asked = []
 
@@ -51,11 +55,16 @@ def test_the_run_asks_the_caches_for_what_was_compiled_ahead(monkeypatch):
         asked.append((graph.print_readable(print_output=False), [getattr(i, "shape", i) for i in inputs]))
         return graph
 
+    def fail(*_):
+        raise RuntimeError("not stored today")
+
     monkeypatch.setattr(torch._dynamo, "lookup_backend", lambda _: record)
+    monkeypatch.setattr(GraphStore, "save", fail)
     first, *_, last = graphs_of(recipe, COMPILED)
     graphs = [first, last]
     assert [graph.trained for graph in graphs] == [True, False]
-    precompile.compile_graphs(RunRequest(recipe=recipe, execution=COMPILED), graphs)
+    errors = precompile.compile_graphs(RunRequest(recipe=recipe, execution=COMPILED), graphs)
+    assert [str(error) for error in errors] == ["not stored today"] * 2
     ahead = asked[:]
     asked.clear()
     assert len(ahead) == len(graphs)
@@ -78,6 +87,38 @@ def test_a_process_that_fails_is_told(caplog):
     assert "fa3" in caplog.text
 
 
+def test_the_run_finds_what_is_stored_ahead(monkeypatch):
+    """Under the names that it looks for; compiled is nothing here."""
+    recipe = load_recipe("tiny", STAGED)
+    saved, graphs = [], graphs_of(recipe, COMPILED)
+    monkeypatch.setattr(GraphStore, "save", lambda store, inputs: saved.append(store.path(inputs)))
+    assert precompile.compile_graphs(RunRequest(recipe=recipe, execution=COMPILED), graphs) == []
+    assert len({path.name for path in saved}) == len(graphs) > 2
+    asked = []
+    monkeypatch.setattr(GraphStore, "load", lambda store, inputs: asked.append(store.path(inputs)))
+    state = build_state(recipe, COMPILED, 1, ONE.device)
+    monkeypatch.setattr(setup, "compiled", lambda model, _: model.loss_sum)
+    warm_up(state, setup.build_loss_sum(state.model, recipe, COMPILED), recipe, COMPILED)
+    assert set(asked) == set(saved)
+
+
+def test_ends_of_processes(caplog, cache):
+    request = RunRequest(recipe=load_recipe("tiny"), execution=replace(COMPILED, compilers=1))
+    compilers = precompile.Compilers(request, 0)
+    for said, code, ready in (("odd: it cannot be pickled", 3, True), ("", 0, True), ("broken", 1, False)):
+        caplog.clear()
+        script = f"import sys; print({said!r}, file=sys.stderr); sys.exit({code})"
+        stderr = (cache / "stderr").open("w+b")
+        compilers._processes = [(subprocess.Popen([sys.executable, "-c", script], stderr=stderr), stderr)]
+        precompile._mark_of(request).unlink(missing_ok=True)
+        compilers.wait()
+        stderr.close()
+        assert said in caplog.text
+        assert bool(caplog.text) == bool(said)
+        assert ("traces them" in caplog.text) == (code == 3)
+        assert precompile._mark_of(request).exists() == ready
+
+
 def test_no_processes_where_the_files_are(cache):
     request = RunRequest(recipe=load_recipe("tiny"), execution=replace(COMPILED, compilers=1))
     mark = precompile._mark_of(request)
@@ -87,10 +128,37 @@ def test_no_processes_where_the_files_are(cache):
     assert precompile.compile_ahead(request) is None
     other = precompile._mark_of(replace(request, execution=replace(request.execution, fp8="auto")))
     assert other != mark
+    more = replace(request, seed=7, execution=replace(request.execution, compilers=3))
+    assert precompile._mark_of(more) == mark
+    longer = replace(request, recipe=load_recipe("tiny", {"train.num_steps": 7}))
+    assert precompile._mark_of(longer) == mark
+
+
+@pytest.mark.parametrize(("cores", "count"), [(4, 0), (8, 2), (16, 4), (128, 4)])
+def test_as_many_as_graphs_and_cores_allow(cores, count, monkeypatch):
+    monkeypatch.setattr(resolving, "usable_cores", lambda: cores)
+    execution = replace(COMPILED, device="cuda", attention="fa2")
+    for recipe, most in ((load_recipe("record-third"), 4), (load_recipe("gpt2"), 2)):  # graphs
+        assert resolving._compilers(execution, recipe, ONE) == min(count, most)
+        for other in ({"compile": "max-autotune"}, {"compile": "off"}, {"device": "cpu"}, {"compilers": 0}):
+            assert resolving._compilers(replace(execution, **other), recipe, ONE) == 0
+        assert resolving._compilers(execution, recipe, World(0, 2, ONE.device)) == 0
+        assert resolving._compilers(replace(execution, compilers=7), recipe, ONE) == 7
+
+
+def test_resuming_elsewhere_chooses_anew():
+    """What was resolved for one process, or for compiled graphs, is refused for several and for none."""
+    settled = replace(COMPILED, compilers=4)
+    request = RunRequest(recipe=load_recipe("tiny"), execution=settled)
+    assert resumed(request, settled).execution.compilers == 4
+    for change in ({"gpus": 2}, {"compile": "off"}, {"device": "auto"}):
+        assert resumed(request, replace(settled, **change)).execution.compilers == "auto"
+    assert resumed(request, replace(settled, gpus=2, compilers=0)).execution.compilers == 0
 
 
 def test_choices():
     tiny = load_recipe("tiny")
+    assert Execution().compilers == "auto"
     assert resolve(COMPILED, tiny, ONE).compilers == 0  # not on a CPU by itself
     assert resolve(replace(COMPILED, compilers=3), tiny, ONE).compilers == 3
     for wrong in ({"compilers": -1}, {"compilers": 1, "compile": "off"}):
