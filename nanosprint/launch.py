@@ -26,7 +26,9 @@ def launch(request: RunRequest, run_dir: RunDir, *, resume: bool, started: float
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     processes = request.execution.gpus
-    if request.execution.device == "cuda" or (request.execution.device == "auto" and torch.cuda.is_available()):
+    device = request.execution.device
+    on_gpus = device == "cuda" or (device == "auto" and torch.cuda.is_available())
+    if on_gpus:
         count = torch.cuda.device_count()
         if processes > count:
             raise UserError(f"--gpus {processes}: this machine has {count}; lower it, or train with --device cpu")
@@ -44,6 +46,7 @@ def launch(request: RunRequest, run_dir: RunDir, *, resume: bool, started: float
         max_restarts=0,
         monitor_interval=0.2,
         start_method="spawn",
+        virtual_local_rank=on_gpus,  # each sees its GPU as the first, so that a compiled graph serves all of them
     )
     told = get_context("spawn").Event()
     try:

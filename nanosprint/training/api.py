@@ -18,7 +18,7 @@ from nanosprint.config.recipe import Execution, Recipe
 from nanosprint.data.lock import try_lock
 from nanosprint.data.tokenizers import save_tokenizer
 from nanosprint.errors import DivergedError, Interrupted, UserError
-from nanosprint.optim.sharding import from_first
+from nanosprint.optim.sharding import from_all, from_first
 from nanosprint.results.metrics import metrics_sha256
 from nanosprint.results.record import OUTCOME, DataRecord, Mfu, RunRecord, ShardFile, Status, outcome_of
 from nanosprint.results.runs import RunDir
@@ -144,6 +144,8 @@ class _Session:
         self.phases = Phases()
         self.phases.add("import", time.time() - started)
         self.environment = environment()
+        self.gpu = self.environment["gpus"][world.device.index or 0] if world.device.type == "cuda" else None
+        self.gpus = from_all(self.gpu)  # a process may see no other than its own
         display: Display | None = None
         if console and world.is_main:
             display = open_display(request.recipe.name, request.last_step)
@@ -268,7 +270,6 @@ class _Session:
         request, state, train_ms = self.request, loop.run.state, loop.clock.train_ms
         val = loop.outcome.val if status in ("finished", "stopped") else None
         tokens_per_s = 1000 * state.tokens / train_ms if train_ms else None
-        on_gpu = self.world.device.type == "cuda"
         return RunRecord(
             status=status,
             recipe=to_dict(request.recipe),
@@ -276,7 +277,7 @@ class _Session:
             execution=to_dict(request.execution),
             seed=request.seed,
             world_size=self.world.size,
-            devices=tuple(self.environment["gpus"][: self.world.size]) if on_gpu else (self.environment["cpu"],),
+            devices=(self.environment["cpu"],) if self.gpu is None else tuple(self.gpus),
             versions=self.environment["versions"],
             commit=self.environment["commit"],
             dirty=self.environment["dirty"],
@@ -313,8 +314,8 @@ class _Session:
 
     def _meter(self) -> EnergyMeter:
         """This process's share of the energy: its own GPU, or on a CPU the whole machine for one process of it."""
-        if self.world.device.type == "cuda":
-            return open_meter("cuda", [self.environment["gpus"][self.world.device.index or 0]["uuid"]])
+        if self.gpu is not None:
+            return open_meter("cuda", [self.gpu["uuid"]])
         if self.world.local_rank:
             return EnergyMeter(CountedElsewhere())
         return open_meter(self.world.device.type)

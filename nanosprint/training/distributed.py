@@ -81,8 +81,20 @@ def start(device_name: str, timeout_s: float) -> World:
             f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}: is one missing, or the network "
             f"interface another (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME)? ({str(error).splitlines()[0]})"
         ) from error
-    local_rank, local_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    return World(dist.get_rank(), dist.get_world_size(), device, local_rank, local_size)
+    return World(dist.get_rank(), dist.get_world_size(), device, *local_place())
+
+
+def local_place() -> tuple[int, int]:
+    """This process's number among those of its host, and how many they are.
+
+    Where each is shown a GPU of its own alone (`torchrun --virtual-local-rank`, and `--gpus`), LOCAL_RANK is the
+    number of that GPU, 0 for all: hosts of equally many processes are taken for granted there.
+    """
+    size, number = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), int(os.environ.get("LOCAL_RANK", 0))
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if shown and "," not in shown and size > 1:
+        number = int(os.environ["RANK"]) % size
+    return number, size
 
 
 def stop() -> None:

@@ -9,8 +9,8 @@ caches of Inductor and AOTAutograd, which spare the run all but tracing.
 Where the files are there already this would cost more than it saves, so a mark beside them says for which graphs they
 are. It is an estimate: without files behind it the run compiles what is missing, one graph after the other.
 
-A graph is found if nothing that its name is made of differs, the index of the GPU included. So this is for runs of one
-process.
+A graph is found if nothing that its name is made of differs, the index of the GPU included. So several processes of a
+host share graphs where each sees its own GPU as the first, and one of them has them compiled for all.
 """
 
 import gc
@@ -36,7 +36,6 @@ from nanosprint.training.stored import GraphStore, circumstances, converter, sto
 from nanosprint.training.warmup import Graph, graph_of, graphs_of
 
 _log = logging.getLogger(__name__)
-_PATIENCE_S = 600.0
 _NOT_STORED = 3  # exit code: all graphs are compiled, but not all are stored
 
 
@@ -45,11 +44,12 @@ class Compilers:
 
     def __init__(self, request: RunRequest, count: int) -> None:
         self._mark = _mark_of(request)
+        self._patience_s = 0.8 * request.execution.timeout_s  # others may be waiting for who waits here
         self._processes = [_start(request, share, count) for share in range(count)]
 
     def wait(self) -> None:
         """Wait until all are done, and say of the first that failed why."""
-        ends = [_end(process, stderr) for process, stderr in self._processes]
+        ends = [_end(process, stderr, self._patience_s) for process, stderr in self._processes]
         failed = [said for code, said in ends if code not in (0, _NOT_STORED)]
         unstored = [said for code, said in ends if code == _NOT_STORED]
         if failed:
@@ -66,11 +66,14 @@ class Compilers:
             process.kill()
 
 
-def compile_ahead(request: RunRequest) -> Compilers | None:
-    """Start what compiles the graphs of a resolved `request`; None where it wants none or they are there already."""
+def compile_ahead(request: RunRequest, local_rank: int = 0) -> Compilers | None:
+    """Start what compiles the graphs of a resolved `request`; None where it wants none or they are there already.
+
+    local_rank: of several processes of a host the first does it.
+    """
     count = request.execution.compilers
     assert isinstance(count, int)
-    return Compilers(request, count) if count and not _mark_of(request).exists() else None
+    return Compilers(request, count) if count and not local_rank and not _mark_of(request).exists() else None
 
 
 def _start(request: RunRequest, share: int, count: int) -> tuple[subprocess.Popen[bytes], IO[bytes]]:
@@ -91,13 +94,13 @@ def _start(request: RunRequest, share: int, count: int) -> tuple[subprocess.Pope
     return process, stderr
 
 
-def _end(process: subprocess.Popen[bytes], stderr: IO[bytes]) -> tuple[int, str]:
+def _end(process: subprocess.Popen[bytes], stderr: IO[bytes], patience_s: float) -> tuple[int, str]:
     """Wait for it; its exit code and the last line that it said."""
     try:
-        code = process.wait(_PATIENCE_S)
+        code = process.wait(patience_s)
     except subprocess.TimeoutExpired:
         process.kill()
-        return 1, f"one took more than {_PATIENCE_S:.0f} s"
+        return 1, f"one took more than {patience_s:.0f} s"
     stderr.seek(0)
     lines = stderr.read().decode(errors="replace").strip().splitlines()
     return code, lines[-1] if lines else f"one ended with code {code}"

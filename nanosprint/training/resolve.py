@@ -9,7 +9,7 @@ from nanosprint.config.edit import apply_overrides
 from nanosprint.config.recipe import Execution, Recipe
 from nanosprint.errors import UserError
 from nanosprint.ops.attention import BACKENDS
-from nanosprint.optim.sharding import from_first
+from nanosprint.optim.sharding import from_all, from_first
 from nanosprint.training.attention_choice import choose_attention
 from nanosprint.training.distributed import World
 from nanosprint.training.environment import usable_cores
@@ -36,7 +36,7 @@ def resolve(execution: Execution, recipe: Recipe, world: World) -> Execution:
     resolved = resolve_micro_batches(resolved, recipe, world)
     resolved = apply_overrides(resolved, {"attention": choose_attention(resolved, recipe, world)})
     _check_cuda_graphs(resolved)
-    return replace(resolved, compilers=_compilers(resolved, recipe, world))
+    return replace(resolved, compilers=from_first(_compilers(resolved, recipe, world)))
 
 
 def _compute(execution: Execution, recipe: Recipe, device: torch.device) -> str:
@@ -104,18 +104,22 @@ def _check_compilers(execution: Execution, world: World) -> None:
     """Raise UserError where graphs cannot be compiled ahead."""
     wanted = execution.compilers
     if wanted != "auto" and (wanted < 0 or (wanted and not _compiles_ahead(execution, world))):
-        raise UserError(f"exec.compilers={wanted} must be 0, or more with exec.compile=default and --gpus 1")
+        raise UserError(
+            f"exec.compilers={wanted} must be 0, or more with exec.compile=default, and where several processes train, "
+            "each must see its GPU as the first, as with --gpus or torchrun --virtual-local-rank"
+        )
 
 
 def _compiles_ahead(execution: Execution, world: World) -> bool:
-    return execution.compile == "default" and world.size == 1
+    """Whether there is something to compile that serves every process. All of them must ask."""
+    return len(set(from_all(str(world.device)))) == 1 and execution.compile == "default"
 
 
 def _compilers(execution: Execution, recipe: Recipe, world: World) -> int:
     """Processes that compile ahead: one for each graph, where there are cores for several. The rest must be settled."""
     if execution.compilers != "auto":
         return execution.compilers
-    if execution.device != "cuda" or not _compiles_ahead(execution, world):
+    if not _compiles_ahead(execution, world) or execution.device != "cuda":
         return 0
     # Each keeps a core busy and hands kernels to workers of its own; more than four would want as many cores again.
     count = min(len(graphs_of(recipe, execution)), (usable_cores() or 1) // _CORES_EACH, _MOST_COMPILERS)

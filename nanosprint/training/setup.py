@@ -26,7 +26,7 @@ from nanosprint.ops.fp8 import has_fp8
 from nanosprint.ops.head_loss import Fp8Scales, head_loss
 from nanosprint.ops.softcap_xent import uses_kernel
 from nanosprint.optim.build import DTYPES
-from nanosprint.optim.sharding import from_first
+from nanosprint.optim.sharding import from_all, from_first
 from nanosprint.training.distributed import World
 from nanosprint.training.microbatch import lanes_of, resolved, smaller
 from nanosprint.training.phases import Phases
@@ -138,7 +138,9 @@ def _built(request: RunRequest, world: World, shared: Graphs | None, phases: Pha
     """
     recipe, execution = request.recipe, request.execution
     loading = _load_compiler() if execution.compile != "off" and shared is None else None
-    compilers = compile_ahead(request) if shared is None else None
+    compilers = compile_ahead(request, world.local_rank) if shared is None else None
+    # A step reduces gradients, so all processes take part in it or none does.
+    meanwhile = shared is None and execution.compilers and any(from_all(compilers is not None))
     try:
         with phases("model"):
             state = build_state(recipe, execution, request.seed, world.device)
@@ -149,11 +151,13 @@ def _built(request: RunRequest, world: World, shared: Graphs | None, phases: Pha
             if loading is not None:
                 loading.join()
             loss_sum = build_loss_sum(state.model, recipe, execution)
-        if compilers is not None:
+        if meanwhile:
             with phases("kernels"):
                 warm_up_eagerly(state, recipe)
             with phases("ahead"):
-                compilers.wait()
+                if compilers is not None:
+                    compilers.wait()
+                from_all(None)  # the others wait, too: the graphs are for all
     finally:
         if compilers is not None:
             compilers.stop()

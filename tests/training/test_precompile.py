@@ -16,7 +16,7 @@ from nanosprint.recipes import load_recipe
 from nanosprint.training import precompile, setup
 from nanosprint.training import resolve as resolving
 from nanosprint.training.batch import random_input
-from nanosprint.training.distributed import World
+from nanosprint.training.distributed import World, local_place
 from nanosprint.training.request import RunRequest, resumed
 from nanosprint.training.resolve import resolve
 from nanosprint.training.setup import build_state, compiled
@@ -142,8 +142,42 @@ def test_as_many_as_graphs_and_cores_allow(cores, count, monkeypatch):
         assert resolving._compilers(execution, recipe, ONE) == min(count, most)
         for other in ({"compile": "max-autotune"}, {"compile": "off"}, {"device": "cpu"}, {"compilers": 0}):
             assert resolving._compilers(replace(execution, **other), recipe, ONE) == 0
-        assert resolving._compilers(execution, recipe, World(0, 2, ONE.device)) == 0
         assert resolving._compilers(replace(execution, compilers=7), recipe, ONE) == 7
+
+
+@pytest.mark.parametrize(("devices", "count"), [(("cuda:0", "cuda:0"), 4), (("cuda:0", "cuda:1"), 0)])
+def test_several_processes_compile_ahead_where_each_sees_its_gpu_as_the_first(devices, count, monkeypatch):
+    monkeypatch.setattr(resolving, "usable_cores", lambda: 64)
+    monkeypatch.setattr(resolving, "from_all", lambda _: devices)
+    execution = replace(COMPILED, device="cuda", attention="fa2", gpus=2)
+    world = World(1, 2, torch.device("cuda:0"), 1, 2)
+    assert resolving._compilers(execution, load_recipe("record-third"), world) == count
+    if not count:
+        with pytest.raises(UserError, match="see its GPU as the first"):
+            resolving._check_compilers(replace(execution, compilers=2), world)
+
+
+def test_one_process_of_a_host_compiles():
+    request = RunRequest(recipe=load_recipe("tiny"), execution=replace(COMPILED, compilers=1))
+    assert precompile.compile_ahead(request, local_rank=1) is None
+
+
+@pytest.mark.parametrize(
+    ("environment", "place"),
+    [
+        ({}, (0, 1)),
+        ({"RANK": "5", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "CUDA_VISIBLE_DEVICES": "0,1,2,3"}, (1, 4)),
+        ({"RANK": "5", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}, (1, 4)),
+        ({"RANK": "5", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4", "CUDA_VISIBLE_DEVICES": "GPU-1"}, (1, 4)),
+        ({"RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "CUDA_VISIBLE_DEVICES": "3"}, (0, 1)),
+    ],
+)
+def test_place_among_the_processes_of_a_host(environment, place, monkeypatch):
+    for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert local_place() == place
 
 
 def test_resuming_elsewhere_chooses_anew():
