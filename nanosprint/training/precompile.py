@@ -147,9 +147,11 @@ def compile_graphs(request: RunRequest, graphs: list[Graph]) -> list[Exception]:
     errors = []
     for plan, rows, parts, trained in graphs:
         inputs = random_input(recipe, plan, rows, world.device, stage.enter(plan), parts)
+        converted = inputs._replace(context=convert(inputs.context))
         with torch.set_grad_enabled(trained):
             try:
-                store.save(inputs._replace(context=convert(inputs.context)))
+                if not store.path(converted).exists():  # it may be another recipe's, too
+                    store.save(converted)
             except Exception as error:  # of an experimental part of torch, or of a graph's
                 errors.append(error)
                 _leave_in_caches(loss_sum, inputs)

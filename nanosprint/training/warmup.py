@@ -97,7 +97,8 @@ class Graph(NamedTuple):
 
 
 def graphs_of(recipe: Recipe, execution: Execution) -> list[Graph]:
-    """All graphs of a run, in their order."""
+    """All compiled graphs of a run, in their order. What is recorded is made of the same ones, windows or not."""
+    execution = replace(execution, cuda_graphs="off")
     parts = resolved(execution.parts_per_microbatch)
     rows = validation_batch_tokens(recipe, parts) // recipe.eval.seq_len
     trained = first_of_each(training_visits(recipe, execution), lambda plan: graph_of(plan, execution))

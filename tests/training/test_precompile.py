@@ -43,6 +43,8 @@ def test_a_graph_for_each_stage_and_one_for_validation():
     graphs = graphs_of(load_recipe("record-third"), replace(COMPILED, attention="fa2"))
     assert [graph.trained for graph in graphs] == [True, True, True, False]
     assert len({graph.plan.batch_tokens for graph in graphs[:3]}) == 3
+    recorded = replace(COMPILED, attention="fa2", cuda_graphs="on")  # once for every window, of the same graphs
+    assert graphs_of(load_recipe("record-third"), recorded) == graphs
 
 
 def test_the_run_asks_the_caches_for_what_was_compiled_ahead(monkeypatch):
@@ -97,9 +99,15 @@ def test_the_run_finds_what_is_stored_ahead(monkeypatch):
     asked = []
     monkeypatch.setattr(GraphStore, "load", lambda store, inputs: asked.append(store.path(inputs)))
     state = build_state(recipe, COMPILED, 1, ONE.device)
-    monkeypatch.setattr(setup, "compiled", lambda model, _: model.loss_sum)
+    monkeypatch.setattr(setup, "compiled", lambda model, *_: model.loss_sum)
     warm_up(state, setup.build_loss_sum(state.model, recipe, COMPILED), recipe, COMPILED)
     assert set(asked) == set(saved)
+    for path in saved:
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+    saved.clear()
+    precompile.compile_graphs(RunRequest(recipe=recipe, execution=COMPILED), graphs)
+    assert saved == []  # they are there
 
 
 def test_ends_of_processes(caplog, cache):
