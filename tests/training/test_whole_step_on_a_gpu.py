@@ -4,8 +4,8 @@ Single operators have tests of their own; this is for what goes wrong between th
 kernel wrote.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +15,8 @@ from nanosprint.recipes import load_recipe
 from nanosprint.training.batch import ModelInput, ModelStage, random_input
 from nanosprint.training.distributed import World
 from nanosprint.training.resolve import resolve
-from nanosprint.training.setup import build_state, compiled
+from nanosprint.training.setup import build_loss_sum, build_state, compiled
+from nanosprint.training.stored import GraphStore, converter
 
 FEW = 2000  # numbers
 SIZE = {
@@ -30,8 +31,11 @@ SIZE = {
 }
 
 
-def gradients(recipe: Recipe, execution: Execution, stage: int) -> dict[str, torch.Tensor]:
-    """Of a step's loss by every parameter, from weights in which nothing is zero; on the CPU, in float64."""
+def gradients(recipe: Recipe, execution: Execution, stage: int, *, stored: bool = False) -> dict[str, torch.Tensor]:
+    """Of a step's loss by every parameter, from weights in which nothing is zero; on the CPU, in float64.
+
+    stored: the graph goes through a file.
+    """
     torch._dynamo.reset()
     device = torch.device(execution.device)
     state = build_state(recipe, execution, 0, device)
@@ -40,14 +44,20 @@ def gradients(recipe: Recipe, execution: Execution, stage: int) -> dict[str, tor
         for p in state.model.parameters():
             p.add_(0.02 * torch.randn(p.shape, generator=generator).to(p))
     state.model.refresh(0)
-    loss_sum: Callable[..., torch.Tensor] = compiled(state.model, execution)
+    loss_sum: Any = compiled(state.model, execution)
     schedule = recipe.schedule.stages
     assert schedule is not None
     plan = recipe.plan(schedule.spans(recipe.train.num_steps)[stage].start)
     given: ModelInput = random_input(recipe, plan, 1, device, ModelStage(state.model).enter(plan))
+    if stored:
+        converted = given._replace(context=converter(execution)(given.context))
+        GraphStore(state.model, recipe, execution).save(converted)
+        torch._dynamo.reset()
+        loss_sum = build_loss_sum(state.model, recipe, execution)
     for p in state.model.parameters():
         p.grad = None
     (loss_sum(*given) / plan.batch_tokens).backward()
+    assert not stored or [first.stored for first in loss_sum.first_calls] == [True]
     return {n: p.grad.double().cpu() for n, p in state.model.named_parameters() if p.grad is not None}
 
 
@@ -84,3 +94,18 @@ def test_compiled_and_eager_agree_with_float32(stage, attention):
     exact = Execution(device="cpu", compute="fp32", attention="reference", compile="off", fp8="off")
     expected = gradients(recipe, resolve(exact, recipe, World(0, 1, torch.device("cpu"))), stage)
     assert not different(eager, expected)
+
+
+@pytest.mark.gpu
+def test_a_stored_graph_agrees_with_one_compiled_here(tmp_path, monkeypatch):
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    recipe = load_recipe("record-third", SIZE)
+    execution = resolve(Execution(attention="triton"), recipe, World(0, 1, torch.device("cuda")))
+    expected = gradients(recipe, execution, 0)
+    got = gradients(recipe, execution, 0, stored=True)
+    assert not different(got, expected)
+    large = [name for name in expected if expected[name].numel() >= FEW]
+    apart = {name: distance([got[name]], [expected[name]]) for name in large}
+    assert {name: d for name, d in apart.items() if not d < 0.02} == {}  # sums in another order, no more
