@@ -145,7 +145,7 @@ def test_no_processes_where_the_files_are(cache):
 @pytest.mark.parametrize(("cores", "count"), [(4, 0), (8, 2), (16, 4), (128, 4)])
 def test_as_many_as_graphs_and_cores_allow(cores, count, monkeypatch):
     monkeypatch.setattr(resolving, "usable_cores", lambda: cores)
-    execution = replace(COMPILED, device="cuda", attention="fa2")
+    execution = replace(COMPILED, device="cuda", attention="fa2", compilers="auto")
     for recipe, most in ((load_recipe("record-third"), 4), (load_recipe("gpt2"), 2)):  # graphs
         assert resolving._compilers(execution, recipe, ONE) == min(count, most)
         for other in ({"compile": "max-autotune"}, {"compile": "off"}, {"device": "cpu"}, {"compilers": 0}):
@@ -157,7 +157,7 @@ def test_as_many_as_graphs_and_cores_allow(cores, count, monkeypatch):
 def test_several_processes_compile_ahead_where_each_sees_its_gpu_as_the_first(devices, count, monkeypatch):
     monkeypatch.setattr(resolving, "usable_cores", lambda: 64)
     monkeypatch.setattr(resolving, "from_all", lambda _: devices)
-    execution = replace(COMPILED, device="cuda", attention="fa2", gpus=2)
+    execution = replace(COMPILED, device="cuda", attention="fa2", gpus=2, compilers="auto")
     world = World(1, 2, torch.device("cuda:0"), 1, 2)
     assert resolving._compilers(execution, load_recipe("record-third"), world) == count
     if not count:
@@ -200,7 +200,8 @@ def test_resuming_elsewhere_chooses_anew():
 
 def test_choices():
     tiny = load_recipe("tiny")
-    assert Execution().compilers == "auto"
+    assert Execution().compilers == 0  # until stored graphs have been seen to be right on a GPU
+    assert resolve(replace(COMPILED, compilers="auto"), tiny, ONE).compilers == 0
     assert resolve(COMPILED, tiny, ONE).compilers == 0  # not on a CPU by itself
     assert resolve(replace(COMPILED, compilers=3), tiny, ONE).compilers == 3
     for wrong in ({"compilers": -1}, {"compilers": 1, "compile": "off"}):
