@@ -9,7 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Literal
 
-from nanosprint.config.edit import apply_overrides, from_dict, to_dict
+from nanosprint.config.edit import from_dict, to_dict
 from nanosprint.config.recipe import Execution, Recipe
 from nanosprint.errors import UserError
 from nanosprint.results.runs import RunDir, Series, claim_run_dir, new_run_dir
@@ -132,8 +132,9 @@ def resumed(request: RunRequest, execution: Execution) -> RunRequest:
         anew.add("tokens_per_microbatch")
     if execution.device != before.device:
         anew |= {"compute", "attention", "compile"}
-    choices = {name: "auto" for name in anew if getattr(execution, name) == getattr(before, name)}
-    return replace(request, execution=apply_overrides(execution, choices), profile=False)
+    plain = Execution()  # what it says by default is chosen anew
+    choices = {name: getattr(plain, name) for name in anew if getattr(execution, name) == getattr(before, name)}
+    return replace(request, execution=replace(execution, **choices), profile=False)
 
 
 def timestamp() -> str:
