@@ -1,6 +1,6 @@
 """From the loader's batches to what the model is called with."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -32,6 +32,15 @@ def leaves(value: Any) -> Iterator[Any]:
         return
     for part in value:
         yield from leaves(part)
+
+
+def kind_of(inputs: ModelInput) -> tuple[Hashable, ...]:
+    """What a graph's inputs are for it: the forms of tensors, and the values of all else."""
+    return tuple(form_of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves(inputs))
+
+
+def form_of(tensor: Tensor) -> tuple[Hashable, ...]:
+    return tuple(tensor.shape), tensor.stride(), str(tensor.dtype), str(tensor.device), tensor.requires_grad
 
 
 class ModelStage:

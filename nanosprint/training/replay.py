@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from nanosprint.errors import UserError
-from nanosprint.training.batch import ModelInput, leaves
+from nanosprint.training.batch import ModelInput, kind_of, leaves
 from nanosprint.training.step import Backward
 
 _log = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class Replayed:
     """`backward`, recorded at the first call with each shape and replayed from then on.
 
     parameters: by name, all that `backward` adds gradients to; they must have a gradient already, which stays where it
-    is. record: makes a recording of work and what replays it, without doing the work; `on_gpu` by default. The first
+    is. record: makes a recording of work and what replays it, without doing the work; `OnGpu` by default. The first
     call with a shape does its work as `backward` would and then records it, which waits for the device. Raises
     UserError for a parameter without a place for its gradient.
     """
@@ -62,7 +62,7 @@ class Replayed:
     def __call__(self, arguments: ModelInput, divisor: float) -> Tensor:
         """The loss of `arguments`, a tensor of its own; its gradients over `divisor` are added to the parameters'."""
         arguments = arguments._replace(context=arguments.context.with_ints())
-        key = (divisor, *map(_kind, leaves(arguments)))
+        key = (divisor, *kind_of(arguments))
         recording = self._recordings.get(key)
         if recording is None:
             return self._first(key, _copied(arguments), divisor)
@@ -111,11 +111,6 @@ class OnGpu:
 
 def _tensors(inputs: ModelInput) -> Iterator[Tensor]:
     return (leaf for leaf in leaves(inputs) if isinstance(leaf, Tensor))
-
-
-def _kind(leaf: Any) -> Hashable:
-    """What a recording depends on: the form of tensors, the value of all else."""
-    return (leaf.shape, leaf.stride(), leaf.dtype) if isinstance(leaf, Tensor) else leaf
 
 
 def _copied(value: Any) -> Any:

@@ -33,7 +33,7 @@ from nanosprint.files import atomic_file
 from nanosprint.model.context import NO_CONTEXT, Context
 from nanosprint.model.gpt import GPT
 from nanosprint.ops.attention import BACKENDS
-from nanosprint.training.batch import ModelInput, leaves
+from nanosprint.training.batch import ModelInput, form_of, kind_of
 from nanosprint.training.environment import code_checksum
 from nanosprint.training.step import LossSum
 
@@ -163,13 +163,4 @@ def _settings() -> list[Any]:
 
 def _tensors_of(model: GPT) -> list[Any]:
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    return [(name, *_form(tensor), tensor.data_ptr() % 16) for name, tensor in named.items()]
-
-
-def kind_of(inputs: ModelInput) -> tuple[Hashable, ...]:
-    """What a graph's inputs are for it: the forms of tensors, and the values of all else."""
-    return tuple(_form(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves(inputs))
-
-
-def _form(tensor: Tensor) -> tuple[Hashable, ...]:
-    return tuple(tensor.shape), tensor.stride(), str(tensor.dtype), str(tensor.device), tensor.requires_grad
+    return [(name, *form_of(tensor), tensor.data_ptr() % 16) for name, tensor in named.items()]

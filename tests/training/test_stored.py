@@ -13,8 +13,7 @@ from torch._dynamo.utils import counters
 from nanosprint.config import Execution
 from nanosprint.config.edit import to_dict
 from nanosprint.recipes import load_recipe
-from nanosprint.training import stored
-from nanosprint.training.batch import random_input
+from nanosprint.training.batch import kind_of, random_input
 from nanosprint.training.setup import build_loss_sum, build_state, compiled
 from nanosprint.training.stored import GraphStore, StoredLossSum, converter
 from tests.recipes.test_ladder import small
@@ -158,11 +157,11 @@ def test_documents_and_limits_are_part_of_a_kind():
     recipe = load_recipe("sub3", small("sub3"))
     inputs = random_input(recipe, recipe.plan(0), 2, CPU)
     assert inputs.context.documents is not None
-    kinds = {stored.kind_of(inputs._replace(context=change)) for change in (
+    kinds = {kind_of(inputs._replace(context=change)) for change in (
         inputs.context.with_data(),
         inputs.context.with_ints(),
         inputs.context._replace(long=7).with_ints(),
         inputs.context._replace(documents=None).with_data(),
     )}  # fmt: skip
     assert len(kinds) == 4
-    assert stored.kind_of(inputs._replace(context=inputs.context._replace(long=7).with_data())) in kinds
+    assert kind_of(inputs._replace(context=inputs.context._replace(long=7).with_data())) in kinds
