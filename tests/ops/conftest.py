@@ -7,6 +7,15 @@ import pytest
 import torch
 
 from nanosprint.kernels import has_triton
+from nanosprint.ops import fp8
+
+
+@pytest.fixture
+def device(request):
+    """The device that an FP8 test is parametrized with; one without FP8 is skipped."""
+    if request.param == "cuda" and not (torch.cuda.is_available() and fp8.supports_fp8("cuda")):
+        pytest.skip("needs a GPU with FP8")
+    return request.param
 
 
 @pytest.fixture

@@ -12,13 +12,6 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SHAPES = [(16, 16), (1, 16), (40, 48), (130, 272), (512, 768), (1000, 1264)]
 
 
-@pytest.fixture
-def device(request):
-    if request.param == "cuda" and not (torch.cuda.is_available() and fp8.supports_fp8("cuda")):
-        pytest.skip("needs a GPU with FP8")
-    return request.param
-
-
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)

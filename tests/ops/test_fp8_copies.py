@@ -11,13 +11,6 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SHAPES = [((96, 48), (48, 48)), ((48, 48),), ((32, 80),), ((160, 144),), ((16, 16), (16, 16), (32, 16))]
 
 
-@pytest.fixture
-def device(request):
-    if request.param == "cuda" and not (torch.cuda.is_available() and fp8.supports_fp8("cuda")):
-        pytest.skip("needs a GPU with FP8")
-    return request.param
-
-
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)

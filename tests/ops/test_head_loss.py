@@ -22,13 +22,6 @@ def _seed():
     torch.manual_seed(0)
 
 
-@pytest.fixture
-def device(request):
-    if request.param == "cuda" and not (torch.cuda.is_available() and fp8.supports_fp8("cuda")):
-        pytest.skip("needs a GPU with FP8")
-    return request.param
-
-
 def case(T, D, V, in_out, dtype, device="cpu"):
     x = torch.randn(T, D).to(device, dtype).requires_grad_()
     weight = 0.05 * torch.randn((D, V) if in_out else (V, D))
