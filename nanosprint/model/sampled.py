@@ -21,6 +21,7 @@ from torch import Tensor
 from nanosprint.ops.softcap_xent import Labels
 
 _WORD = (1 << 32) - 1
+_FACTOR = 0x45D9F3B  # below 2^31, so that products of 32 bits fit 64
 
 
 class Part(NamedTuple):
@@ -58,8 +59,11 @@ def draw(labels: Labels, vocabulary: int, count: int) -> Part:
 
 
 def _hashed(tokens: Tensor, salt: Tensor) -> Tensor:
-    """A number in 0 .. 2^32 - 1 for each token, as good as random and another for another salt (murmur's finaliser)."""
-    x = (tokens * 0x9E3779B1 + (salt & _WORD) * 0x85EBCA6B) & _WORD
-    for factor in (0x45D9F3B, 0x45D9F3B):
-        x = ((x ^ (x >> 16)) * factor) & _WORD
+    """A number in 0 .. 2^32 - 1 for each token, as good as random and another for another salt (murmur's finaliser).
+
+    The compiler takes what is computed from an arange alone for an index of 32 bits; the salt comes in first for that.
+    """
+    x = tokens ^ ((salt * _FACTOR) & _WORD)
+    for _ in range(2):
+        x = ((x ^ (x >> 16)) * _FACTOR) & _WORD
     return x ^ (x >> 16)

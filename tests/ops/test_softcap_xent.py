@@ -47,7 +47,8 @@ def textbook(logits, labels, spec, sure=None):
     """
     z = logits.detach().clone().requires_grad_()
     l = capped(z, spec)
-    counts = torch.where(torch.arange(l.size(1)) >= (l.size(1) if sure is None else sure), 0.75, 0.0).double().exp()
+    columns = torch.arange(l.size(1), device=l.device)
+    counts = torch.where(columns >= (l.size(1) if sure is None else sure), 0.75, 0.0).double().exp()
     lse = torch.log((torch.exp(l - l.max()) * counts).sum(-1)) + l.max()
     losses = []
     for t, row in enumerate(labels.ids.tolist()):
