@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import replace
+from typing import Literal
 
 import torch
 
@@ -35,6 +36,7 @@ def resolve(execution: Execution, recipe: Recipe, world: World) -> Execution:
     _check_compilers(resolved, world)
     resolved = resolve_micro_batches(resolved, recipe, world)
     resolved = apply_overrides(resolved, {"attention": choose_attention(resolved, recipe, world)})
+    resolved = replace(resolved, cuda_graphs=_cuda_graphs(resolved, recipe, world))
     _check_cuda_graphs(resolved)
     return replace(resolved, compilers=from_first(_compilers(resolved, recipe, world)))
 
@@ -83,6 +85,19 @@ def _activation_budget(execution: Execution) -> float:
     if budget < 1 and execution.compile == "off":
         raise UserError(f"exec.activation_budget={budget:g} needs the compiler: leave exec.compile=off out")
     return budget
+
+
+def _cuda_graphs(execution: Execution, recipe: Recipe, world: World) -> Literal["on", "off"]:
+    """Recorded where a single process trains in stages, whose few shapes of micro-batches are known beforehand.
+
+    Elsewhere documents have no bound, so that recordings would be made while the clock runs; and several processes
+    reduce gradients while the backward pass goes on, which a replay does not let them.
+    """
+    if execution.cuda_graphs != "auto":
+        return execution.cuda_graphs
+    recordable = execution.device == "cuda" and execution.compile == "default"
+    recordable = recordable and not BACKENDS[execution.attention].uploads_limits
+    return "on" if recordable and world.size == 1 and recipe.schedule.stages is not None else "off"
 
 
 def _check_cuda_graphs(execution: Execution) -> None:
