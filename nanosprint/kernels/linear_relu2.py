@@ -62,8 +62,11 @@ def _relu2(pre):
 
 @triton.jit
 def _codes(x, inverse, LIMIT: tl.constexpr, DTYPE: tl.constexpr):
-    """As `ops.fp8.quantize`."""
-    return tl.clamp(x.to(tl.float32) * inverse, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL).to(DTYPE)
+    """As `ops.fp8.quantize`. LIMIT 0: the conversion clamps."""
+    code = x.to(tl.float32) * inverse
+    if LIMIT > 0:
+        code = tl.clamp(code, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+    return code.to(DTYPE)
 
 
 @triton.jit
@@ -74,14 +77,13 @@ def _inverse(scale):
 
 @triton.jit
 def _finish(
-    total, row, col, peak, inverse, POST, OUT, OUT8, T, N, LIMIT: tl.constexpr, DTYPE: tl.constexpr,
+    total, post, row, col, peak, inverse, OUT, OUT8, T, N, LIMIT: tl.constexpr, DTYPE: tl.constexpr,
     DTYPE8: tl.constexpr, BACKWARD: tl.constexpr, EMIT: tl.constexpr, TMA: tl.constexpr,
     R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Write one column part of a tile; the running maxima of its rows."""
     if BACKWARD:
-        root = tl.sqrt(_read(POST, row, col, T, N, TMA, R, C).to(tl.float32))
-        result = (2.0 * root * total).to(DTYPE)
+        result = (2.0 * tl.sqrt(post.to(tl.float32)) * total).to(DTYPE)
     else:
         result = _relu2(total.to(DTYPE))
         peak = larger(peak, tl.reduce(result.to(tl.float32), 1, larger))
@@ -106,9 +108,9 @@ def _relu2_product_kernel(
     N: tl.constexpr, K: tl.constexpr, LIMIT: tl.constexpr, DTYPE: tl.constexpr, DTYPE8: tl.constexpr,
     SCALED: tl.constexpr, BACKWARD: tl.constexpr, EMIT: tl.constexpr, PEAK: tl.constexpr, TURN: tl.constexpr,
     TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr,
-    FLATTEN: tl.constexpr, BLOCKS: tl.constexpr, PEAKS: tl.constexpr,
+    EARLY: tl.constexpr, FLATTEN: tl.constexpr, BLOCKS: tl.constexpr, PEAKS: tl.constexpr,
 ):  # fmt: skip
-    """TURN: B is (K, N) in memory."""
+    """TURN: B is (K, N) in memory. EARLY: POST is read before the product, into registers."""
     PART: tl.constexpr = BLOCK_N // PARTS
     tiles_n: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     tiles = tl.cdiv(T, BLOCK_M) * tiles_n
@@ -119,6 +121,11 @@ def _relu2_product_kernel(
     for tile in tl.range(tl.program_id(0), tiles, BLOCKS, flatten=FLATTEN):
         row, col = tile // tiles_n * BLOCK_M, tile % tiles_n * BLOCK_N
         total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        post, second = None, None
+        if BACKWARD and EARLY:
+            post = _read(POST, row, col, T, N, TMA, BLOCK_M, PART)
+            if PARTS == 2:
+                second = _read(POST, row, col + PART, T, N, TMA, BLOCK_M, PART)
         for k in range(0, K, BLOCK_K):
             a = _read(A, row, k, T, K, TMA, BLOCK_M, BLOCK_K)
             if TURN:
@@ -129,14 +136,17 @@ def _relu2_product_kernel(
         done += BLOCKS
         row, col = done // tiles_n * BLOCK_M, done % tiles_n * BLOCK_N
         total *= scale
-        if PARTS == 1:
-            peak = _finish(total, row, col, peak, inverse, POST, OUT, OUT8, T, N, LIMIT, DTYPE, DTYPE8,
-                           BACKWARD, EMIT, TMA, BLOCK_M, PART)  # fmt: skip
-        else:
+        left = total
+        if PARTS == 2:
             left, right = total.reshape(BLOCK_M, 2, PART).permute(0, 2, 1).split()
-            peak = _finish(left, row, col, peak, inverse, POST, OUT, OUT8, T, N, LIMIT, DTYPE, DTYPE8,
-                           BACKWARD, EMIT, TMA, BLOCK_M, PART)  # fmt: skip
-            peak = _finish(right, row, col + PART, peak, inverse, POST, OUT, OUT8, T, N, LIMIT, DTYPE, DTYPE8,
+        if BACKWARD and not EARLY:
+            post = _read(POST, row, col, T, N, TMA, BLOCK_M, PART)
+        peak = _finish(left, post, row, col, peak, inverse, OUT, OUT8, T, N, LIMIT, DTYPE, DTYPE8,
+                       BACKWARD, EMIT, TMA, BLOCK_M, PART)  # fmt: skip
+        if PARTS == 2:
+            if BACKWARD and not EARLY:
+                second = _read(POST, row, col + PART, T, N, TMA, BLOCK_M, PART)
+            peak = _finish(right, second, row, col + PART, peak, inverse, OUT, OUT8, T, N, LIMIT, DTYPE, DTYPE8,
                            BACKWARD, EMIT, TMA, BLOCK_M, PART)  # fmt: skip
     if PEAK:
         _write_peak(peaks, peak, BLOCKS, PEAKS)
@@ -190,15 +200,16 @@ def relu2_product(
     part = (tile.m, tile.n // tile.parts)
     left, right = _tiles(A, (tile.m, tile.k), tma), _tiles(B, (tile.k, tile.n) if turned else (tile.n, tile.k), tma)
     tiles = triton.cdiv(T, tile.m) * triton.cdiv(N, tile.n)
-    blocks = min(_multiprocessors(out.device) * tile.blocks, tiles, RELU2_PEAKS)
+    blocks = min(multiprocessors(out.device) * tile.blocks, tiles, RELU2_PEAKS)
     a_scale, b_scale = scales or (None, None)
     with torch.cuda.device_of(out):
         _relu2_product_kernel[(blocks,)](
             left, right, _tiles(post, part, tma), _tiles(out, part, tma), _tiles(out8, part, tma), peaks,
-            a_scale, b_scale, out_scale, T, N, K, _limit(out8), FLOATS[out.dtype], _dtype8(out8),
+            a_scale, b_scale, out_scale, T, N, K, _limit(out8) if tile.clamp else 0.0, FLOATS[out.dtype], _dtype8(out8),
             SCALED=scales is not None, BACKWARD=post is not None, EMIT=out8 is not None, PEAK=peaks is not None,
             TURN=turned, TMA=tma, BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=tile.k, PARTS=tile.parts,
-            FLATTEN=tile.flatten, BLOCKS=blocks, PEAKS=RELU2_PEAKS, num_stages=tile.stages, num_warps=tile.warps,
+            EARLY=tile.early, FLATTEN=tile.flatten, BLOCKS=blocks, PEAKS=RELU2_PEAKS, num_stages=tile.stages,
+            num_warps=tile.warps,
         )  # fmt: skip
 
 
@@ -236,7 +247,7 @@ def _has_tma(device: torch.device) -> bool:
 
 
 @functools.cache
-def _multiprocessors(device: torch.device) -> int:
+def multiprocessors(device: torch.device) -> int:
     """The interpreter's machine has four, so that blocks get several tiles there, too."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 

@@ -53,7 +53,9 @@ class Tile(NamedTuple):
 class Persistent(NamedTuple):
     """The same for blocks that stay, `blocks` of them on a multiprocessor, and take tile after tile.
 
-    Results leave a tile in `parts` (1 or 2) column parts. `flatten`: one loop over tiles and the summed axis.
+    Results leave a tile in `parts` (1 or 2) column parts. `flatten`: one loop over tiles and the summed axis. `clamp`:
+    codes are clamped before they are converted, which clamps, too. `early`: what a gradient is multiplied with is read
+    before the product, into registers.
     """
 
     m: int
@@ -64,6 +66,8 @@ class Persistent(NamedTuple):
     blocks: int = 1
     parts: int = 2
     flatten: bool = True
+    clamp: bool = True
+    early: bool = False
 
 
 MEASURED = ((9, 0),)  # compute capabilities on which the products were timed against cuBLAS

@@ -177,7 +177,11 @@ def interpreted():
         return torch.full(shape, float("nan"), dtype=dtype)
 
     kernels.RELU2_PASS = (256, 1)  # the interpreter reduces element by element
-    tiles = (Persistent(16, 32, 16, 1, 1), Persistent(16, 16, 16, 1, 1, parts=1, blocks=2, flatten=False))
+    tiles = (
+        Persistent(16, 32, 16, 1, 1),
+        Persistent(16, 16, 16, 1, 1, parts=1, blocks=2, flatten=False),
+        Persistent(16, 32, 16, 1, 1, flatten=False, early=True),
+    )
     scales, code_scale = (torch.tensor(2.0), torch.tensor(0.25)), torch.tensor(2e-5)
 
     def check(x, out8, result, peaks=None):
