@@ -4,13 +4,14 @@
     dpre, dpre8  2 sqrt(post) (g down^T) likewise; dpre8 writes E5M2, too
     dx, dx8      what comes after: dpre up, in bf16 or in FP8 with precise sums
 
-Each of the first four three times: cuBLAS and what the compiler makes of the rest, cuBLAS and our pass, and the one
-kernel by the tile in `tuning`. Then forward and backward of the whole MLP with fp32 weights, compiled. Last the renewal
-of the FP8 copies of 11 layers; "host" is the time until it is launched.
+Each of the first four: cuBLAS and what the compiler makes of the rest, cuBLAS and our pass, and both fused kernels by
+the tiles in `tuning`. Then forward and backward of the whole MLP with fp32 weights, compiled. Last the renewal of the
+FP8 copies of 11 layers; "host" is the time until it is launched.
 
 `--sweep` times every candidate of `tuning.RELU2_CANDIDATES` instead; one that does not fit or computes something else
 is reported. The floor is the larger of operations at 1,500 TFLOP/s (FP8) or the bf16 rate measured on the same card,
-and of bytes at the rate of a copy. Name in `tuning.FUSED_RELU2` what wins. Device times: median of 15.
+and of bytes at the rate of a copy. Name what wins in `tuning` (`FUSED_RELU2`, `RESIDENT_RELU2`).
+Device times: median of 15.
 """
 
 import argparse
@@ -81,7 +82,10 @@ class Part:
         return x
 
     def fused(self, tile):
-        relu2_product(
+        kernel = relu2_product
+        if isinstance(tile, tuning.Resident):
+            from nanosprint.kernels.linear_relu2_resident import relu2_resident as kernel  # Gluon, hence Triton 3.6
+        kernel(
             self.A, self.B, self.out, tile, scales=self.scales, post=self.post, out8=self.out8,
             out_scale=self.code_scale, peaks=self.peaks,
         )  # fmt: skip
@@ -110,7 +114,7 @@ def report(rows, name, tokens, work, flops, floor):
 
 def report_tile(rows, part, tokens, tile):
     """The one kernel by one tile."""
-    name = f"{part.kind}, one kernel {tuple(tile)}"
+    name = f"{part.kind}, {'weights kept' if isinstance(tile, tuning.Resident) else 'one kernel'} {tuple(tile)}"
     try:
         error = part.error(tile)
     except Exception as failure:
@@ -131,6 +135,7 @@ def bench_parts(rows, tokens, roofs, kinds, sweep):
         report(rows, f"{kind}, cuBLAS + our pass", tokens, part.by_pass, part.flops, part.floor)
         fp8 = kind.endswith("8")
         tiles = tuning.RELU2_CANDIDATES["fp8" if fp8 else "bf16"] if sweep else (tuning.RELU2_TILES[kind],)
+        tiles += (tuning.RELU2_RESIDENT[kind],)
         for tile in tiles:
             report_tile(rows, part, tokens, tile)
 

@@ -54,8 +54,7 @@ class Persistent(NamedTuple):
     """The same for blocks that stay, `blocks` of them on a multiprocessor, and take tile after tile.
 
     Results leave a tile in `parts` (1 or 2) column parts. `flatten`: one loop over tiles and the summed axis. `clamp`:
-    codes are clamped before they are converted, which clamps, too. `early`: what a gradient is multiplied with is read
-    before the product, into registers.
+    codes are clamped before they are converted, which clamps, too. `early`: as in `Resident`.
     """
 
     m: int
@@ -68,6 +67,26 @@ class Persistent(NamedTuple):
     flatten: bool = True
     clamp: bool = True
     early: bool = False
+
+
+class Resident(NamedTuple):
+    """For blocks that keep `columns` rows of the weights, with all of the summed axis, while the other operand passes.
+
+    It passes in pieces of `k`, `stages` ahead. registers: of a thread of the second group that computes; the first has
+    what is left of 504. early: what a gradient is multiplied with is read before the product, into registers.
+    """
+
+    columns: int
+    k: int
+    stages: int
+    registers: int = 232
+    early: bool = True
+
+    def fits(self, weights: tuple[int, int], size: int) -> bool:
+        """Whether weights of that shape, `size` bytes a number, can be held so: pieces are 128 bytes wide."""
+        rows, width = weights
+        held = self.columns * width + self.stages * 64 * self.k
+        return not (rows % self.columns or width % self.k) and self.k * size == 128 and held * size <= 224 * 1024
 
 
 MEASURED = ((9, 0),)  # compute capabilities on which the products were timed against cuBLAS
@@ -184,6 +203,16 @@ RELU2_TILES = {
     "up8": Persistent(128, 256, 128, 3, 8),
     "dpre8": Persistent(128, 128, 64, 4, 4, blocks=2, flatten=False),
 }
+# Kinds that keep the weights in shared memory where they fit (`linear_relu2_resident`), in a Triton whose Gluon that is
+# written for: not measured yet.
+RESIDENT_RELU2: frozenset[str] = frozenset()
+RELU2_RESIDENT = {
+    "up": Resident(128, 64, 4),
+    "dpre": Resident(128, 64, 4),
+    "up8": Resident(256, 128, 4),
+    "dpre8": Resident(256, 128, 4),
+}
+GLUON = ("3.6.",)  # it is experimental: names and arguments change with every release
 _RELU2_DEFAULT = Persistent(64, 64, 64, 3, 4)  # fits every card since Ampere
 RELU2_PASS = (2048, 4)  # elements at a time, warps of a block: not measured yet
 RELU2_PEAKS = 1024  # slots for the blocks' maxima, and so the most blocks

@@ -76,10 +76,7 @@ def up_relu2(
     kind = "up" if scales is None else "up8"
     route = _route(kind, out)
     if route == "fused":
-        from nanosprint.kernels.linear_relu2 import relu2_product
-
-        tile = tuning.relu2_tile(kind, _capability(out))
-        relu2_product(x, up, out, tile, scales=scales, out8=code, out_scale=code_scale, peaks=peaks)
+        _fused(kind, x, up, out, scales=scales, out8=code, out_scale=code_scale, peaks=peaks)
         return out, code, peaks
     out = _product(x, up.mT, scales, dtype)
     if route == "pass":
@@ -110,11 +107,9 @@ def relu2_grad(
     kind = "dpre" if scales is None else "dpre8"
     route = _route(kind, post)
     if route == "fused":
-        from nanosprint.kernels.linear_relu2 import relu2_product
-
-        out, tile, turned = torch.empty_like(post), tuning.relu2_tile(kind, _capability(post)), down_DF.stride(1) == 1
+        out, turned = torch.empty_like(post), down_DF.stride(1) == 1
         B = down_DF if turned else down_DF.mT
-        relu2_product(g, B, out, tile, scales=scales, post=post, out8=code, out_scale=code_scale, turned=turned)
+        _fused(kind, g, B, out, turned, scales=scales, post=post, out8=code, out_scale=code_scale)
         return out, code
     d_post = _product(g, down_DF, scales, post.dtype)
     if route == "pass":
@@ -129,6 +124,26 @@ def relu2_grad(
 def _product(A: Tensor, B: Tensor, scales: Scales | None, dtype: torch.dtype) -> Tensor:
     """A (T, K) times B (K, N). Sums over the width alone: fast accumulation in FP8."""
     return A @ B if scales is None else scaled_product(A, B.mT, *scales, dtype, fast=True)
+
+
+def _fused(kind: str, A: Tensor, B: Tensor, out: Tensor, turned: bool = False, **options: Any) -> None:
+    """One of the two kernels: the one that keeps the weights, where it is named for the kind and they fit."""
+    held = tuning.RELU2_RESIDENT[kind] if kind in tuning.RESIDENT_RELU2 and _has_gluon() else None
+    if held is not None and not turned and held.fits((B.shape[0], B.shape[1]), B.element_size()):
+        from nanosprint.kernels.linear_relu2_resident import relu2_resident
+
+        relu2_resident(A, B, out, held, **options)
+        return
+    from nanosprint.kernels.linear_relu2 import relu2_product
+
+    relu2_product(A, B, out, tuning.relu2_tile(kind, _capability(out)), turned=turned, **options)
+
+
+@functools.cache
+def _has_gluon() -> bool:
+    import triton
+
+    return str(triton.__version__).startswith(tuning.GLUON)
 
 
 def _route(kind: str, out: Tensor) -> str:

@@ -1,5 +1,8 @@
 """Squared ReLU behind a product, forward and backward; the kernels' logic runs here too, in Triton's interpreter."""
 
+import sys
+from types import SimpleNamespace
+
 import pytest
 import torch
 from functorch.compile import make_boxed_func
@@ -11,7 +14,7 @@ from nanosprint.ops.linear_relu2 import relu2_grad, relu2_mlp, up_relu2
 from tests.ops.test_fp8 import relative
 
 LAYOUTS = [False, True]
-ROUTES = ["fused", "pass"]
+ROUTES = ["fused", "resident", "pass"]
 SIZES = [(300, 64, 208), (1, 16, 48), (1000, 768, 3072), (33, 50, 77), (256, 768, 256)]  # T, D, F
 FP8_SIZES = [size for size in SIZES if size[1] % 16 == size[2] % 16 == 0]
 
@@ -26,8 +29,11 @@ def route(request, monkeypatch):
     """All kinds computed by one kernel, or none, on a GPU."""
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
-    kinds = frozenset(tuning.RELU2_TILES) if request.param == "fused" else frozenset()
-    monkeypatch.setattr(tuning, "FUSED_RELU2", kinds)
+    if request.param == "resident" and not (torch.cuda.get_device_capability() == (9, 0) and linear_relu2._has_gluon()):
+        pytest.skip("needs a Hopper GPU and the Triton that the kernel is written for")
+    everything, nothing = frozenset(tuning.RELU2_TILES), frozenset()
+    monkeypatch.setattr(tuning, "FUSED_RELU2", nothing if request.param == "pass" else everything)
+    monkeypatch.setattr(tuning, "RESIDENT_RELU2", everything if request.param == "resident" else nothing)
     monkeypatch.setattr(tuning, "MEASURED", (torch.cuda.get_device_capability(),))
     return request.param
 
@@ -97,6 +103,44 @@ def test_user_mistakes():
 
 def test_not_for_a_cpu():
     assert not linear_relu2.pays("cpu")
+
+
+def test_which_weights_stay_in_shared_memory():
+    fp8, bf16 = tuning.RELU2_RESIDENT["up8"], tuning.RELU2_RESIDENT["up"]
+    assert fp8.fits((3072, 768), 1)
+    assert fp8.fits((256, 128), 1)
+    assert bf16.fits((3072, 768), 2)
+    assert not fp8.fits((3072, 896), 1)  # 224 KiB and the ring
+    assert not fp8.fits((3072 + 128, 768), 1)
+    assert not fp8.fits((3072, 768 + 64), 1)
+    assert not fp8.fits((3072, 768), 2)
+
+
+def test_the_kernel_that_keeps_weights_is_taken_where_it_is_named_and_they_fit(monkeypatch):
+    taken = []
+    for name, function in (("linear_relu2_resident", "relu2_resident"), ("linear_relu2", "relu2_product")):
+        fake = SimpleNamespace(**{function: lambda *_, function=function, **__: taken.append(function)})
+        monkeypatch.setitem(sys.modules, f"nanosprint.kernels.{name}", fake)
+    monkeypatch.setattr(linear_relu2, "_has_gluon", lambda: True)
+    monkeypatch.setattr(linear_relu2, "_capability", lambda _: (9, 0))
+    monkeypatch.setattr(tuning, "RESIDENT_RELU2", frozenset(("up8",)))
+    codes, odd = (torch.zeros(rows, 768, dtype=fp8.E4M3) for rows in (512, 528))
+    for kind, B, turned in (("up8", codes, False), ("up8", odd, False), ("dpre8", codes, False), ("up8", codes, True)):
+        linear_relu2._fused(kind, codes, B, codes, turned)
+    assert taken == ["relu2_resident"] + 3 * ["relu2_product"]
+
+
+def test_rows_of_weights_come_in_the_order_that_gives_a_thread_eight_neighbours():
+    five_axes = pytest.importorskip("nanosprint.kernels.linear_relu2_resident").five_axes
+    A, B = torch.randn(3, 16), torch.randn(96, 16)
+    fetched = B.as_strided(*five_axes(96, 16)).reshape(96, 16)
+    assert not torch.equal(fetched, B)
+    product = A @ fetched.mT
+    in_order = product.reshape(3, 3, 4, 4, 2).permute(0, 1, 3, 2, 4).reshape(3, 96)  # as `_take_turns` undoes it
+    torch.testing.assert_close(in_order, A @ B.mT)
+    for q in range(4):  # columns 2 q, 2 q + 1 of each eight are what a thread holds
+        held = [n for n in range(32) if n % 8 // 2 == q]
+        torch.testing.assert_close(fetched[held], B[8 * q : 8 * q + 8])
 
 
 @pytest.mark.gpu

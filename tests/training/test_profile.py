@@ -51,7 +51,7 @@ NAMES = {
         "sm90_xmma_gemm_f32f32_tf32f32_f32_tn_n_tilesize128x128x32",
     ),
     "matrix products": ("aten::mm", "aten::bmm", "aten::addmm"),
-    "fused MLP": ("_relu2_product_kernel", "_relu2_pass_kernel"),
+    "fused MLP": ("_relu2_product_kernel", "_relu2_resident_kernel", "_relu2_pass_kernel"),
     "softmax and loss": (
         "_softcap_xent_kernel",
         "triton_red_fused__log_softmax_nll_loss_forward_4",

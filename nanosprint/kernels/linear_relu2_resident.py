@@ -1,0 +1,232 @@
+"""The products of `linear_relu2` with the weights at rest: a block reads its columns of B once and keeps them.
+
+With a width of 768 a tile of the product is a few steps long. Then two things cost as much as the products themselves:
+operands that come from L2 again for every tile, and what is done with a finished tile while the tensor cores wait. Here
+
+- a block holds `columns` rows of B with all of K in shared memory, 192 of its 227 KiB, and only rows of A stream past;
+- three kinds of warps share it. One warp fetches rows of A with the copy engine. Two groups of four take turns: tile
+  after tile, one multiplies while the other writes;
+- no shared memory is left to stage results, so they leave from registers. A thread of a warp-group product holds two
+  neighbouring columns of each eight. B's rows are therefore fetched in another order (a descriptor of five axes does
+  that), after which the same registers hold eight neighbouring columns: 16 bytes of bf16 and 8 of FP8 a store.
+
+That takes Gluon, Triton's lower level, which places shared memory and warps by hand; it has no interpreter. Hopper's
+instructions only. (Groups of warps that take turns: CUTLASS's "ping-pong" schedule; FlashAttention-3,
+arXiv:2407.08608, has them for attention.)
+"""
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from nanosprint.kernels.linear_relu2 import multiprocessors
+from nanosprint.kernels.parts import FLOATS, ceil_div, larger
+from nanosprint.kernels.tuning import RELU2_PEAKS, Resident
+
+ROWS = gl.constexpr(64)  # of a tile: what one warp-group instruction multiplies
+
+
+@gluon.constexpr_function
+def product_layout(columns, bits):
+    """How four warps hold a tile as warp-group products leave it."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 256 // bits])
+
+
+@gluon.constexpr_function
+def store_layout(columns):
+    """The same registers, with eight neighbouring columns in a thread and 32 in each four of them."""
+    far = [[0, 32 << i] for i in range((columns // 32).bit_length() - 1)]
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [0, 4], [8, 0], *far],
+        lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[64, columns],
+    )
+
+
+@gluon.jit
+def _fetch(A, B, rows_A, rows_B, full, free, ready, T, COLS: gl.constexpr, GROUPS: gl.constexpr):
+    """One warp: B once, rows of A into the ring as soon as there is room."""
+    STEPS: gl.constexpr = rows_B.shape[0]
+    STAGES: gl.constexpr = rows_A.shape[0]
+    BLOCK_K: gl.constexpr = rows_A.shape[2]
+    COLUMNS: gl.constexpr = rows_B.shape[1] * 32
+    WIDTH: gl.constexpr = A.dtype.primitive_bitwidth // 8
+    group = gl.program_id(0) // COLS
+    col = gl.program_id(0) % COLS * COLUMNS
+    count = 0
+    for tile in range(group, gl.cdiv(T, ROWS), GROUPS):
+        for k in gl.static_range(STEPS):
+            first = tile == group
+            mbarrier.expect(ready.index(k), COLUMNS * BLOCK_K * WIDTH, pred=first)
+            tma.async_copy_global_to_shared(
+                B, [col // 32, 0, 0, 0, k * BLOCK_K], ready.index(k), rows_B.index(k), pred=first
+            )
+            stage = count % STAGES
+            mbarrier.wait(free.index(stage), (count // STAGES & 1) ^ 1)
+            mbarrier.expect(full.index(stage), ROWS * BLOCK_K * WIDTH)
+            tma.async_copy_global_to_shared(A, [tile * ROWS, k * BLOCK_K], full.index(stage), rows_A.index(stage))
+            count += 1
+
+
+@gluon.jit
+def _multiply(rows_A, rows_B, full, free, ready, mine, others, phase, count):
+    """One tile of A B^T, (64, columns), columns in the order in which B's rows were fetched.
+
+    A barrier knows the parity of its phase only, so nobody may wait for a piece before the one that had its place in
+    the ring has come. The other group has seen all of those when it hands over: `mine` is completed by it, `others` by
+    this one, when the last products are under way.
+    """
+    STEPS: gl.constexpr = rows_B.shape[0]
+    STAGES: gl.constexpr = rows_A.shape[0]
+    BLOCK_K: gl.constexpr = rows_A.shape[2]
+    COLUMNS: gl.constexpr = rows_B.shape[1] * 32
+    layout: gl.constexpr = product_layout(COLUMNS, rows_A.dtype.primitive_bitwidth)
+    total = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
+    mbarrier.wait(mine, phase)
+    for k in range(STEPS):  # not unrolled: the descriptors of all steps would fill the registers
+        stage = (count + k) % STAGES
+        mbarrier.wait(ready.index(k), 0)
+        mbarrier.wait(full.index(stage), (count + k) // STAGES & 1)
+        b = rows_B.index(k).reshape([COLUMNS, BLOCK_K]).permute([1, 0])
+        total = warpgroup_mma(rows_A.index(stage), b, total, use_acc=k > 0, is_async=True)
+        total = warpgroup_mma_wait(1, deps=[total])
+        mbarrier.arrive(free.index((count + k + STAGES - 1) % STAGES), count=1, pred=k > 0)
+    mbarrier.arrive(others, count=1)
+    total = warpgroup_mma_wait(0, deps=[total])
+    mbarrier.arrive(free.index((count + STEPS - 1) % STAGES), count=1)
+    return total
+
+
+@gluon.jit
+def _take_turns(
+    rows_A, rows_B, full, free, ready, order, POST, OUT, OUT8, peaks, a_scale, b_scale, out_scale, T, WHO: gl.constexpr,
+    COLS: gl.constexpr, GROUPS: gl.constexpr, PEAKS: gl.constexpr, SCALED: gl.constexpr, BACKWARD: gl.constexpr,
+    EMIT: gl.constexpr, PEAK: gl.constexpr, EARLY: gl.constexpr, DTYPE8: gl.constexpr,
+):  # fmt: skip
+    """Four warps: every other tile of the block. EARLY: read a tile of POST before the products."""
+    STEPS: gl.constexpr = rows_B.shape[0]
+    COLUMNS: gl.constexpr = rows_B.shape[1] * 32
+    N: gl.constexpr = COLS * COLUMNS
+    layout: gl.constexpr = store_layout(COLUMNS)
+    scale = gl.load(a_scale) * gl.load(b_scale) if SCALED else 1.0
+    inverse = gl.div_rn(1.0, gl.load(out_scale)) if EMIT else 1.0  # as `linear_relu2._inverse`
+    group = gl.program_id(0) // COLS
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    column = gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
+    at = row[:, None] * N + column[None, :]
+    base = gl.program_id(0) % COLS * COLUMNS
+    peak = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, layout))
+    turns = gl.cdiv(gl.cdiv(T, ROWS) - group, GROUPS)
+    for turn in range(WHO, turns, 2):
+        begin = (group + turn * GROUPS) * ROWS
+        begin_at = begin.to(gl.int64) * N + base
+        inside = (row < T - begin)[:, None]
+        if BACKWARD and EARLY:
+            post = gl.load(POST + begin_at + at, mask=inside, other=0.0)
+        phase = (turn // 2 & 1) ^ (1 - WHO)  # of the one whose first turn it is, that before the first is over
+        total = _multiply(
+            rows_A, rows_B, full, free, ready, order.index(WHO), order.index(1 - WHO), phase, turn * STEPS
+        )
+        total = total.reshape([ROWS, COLUMNS // 32, 4, 4, 2]).permute([0, 1, 3, 2, 4]).reshape([ROWS, COLUMNS])
+        total = gl.convert_layout(total, layout) * scale
+        if BACKWARD:
+            if not EARLY:
+                post = gl.load(POST + begin_at + at, mask=inside, other=0.0)
+            result = (2.0 * gl.sqrt(post.to(gl.float32)) * total).to(OUT.dtype.element_ty)
+        else:
+            root = larger(total.to(OUT.dtype.element_ty).to(gl.float32), 0.0)
+            result = (root * root).to(OUT.dtype.element_ty)
+            if PEAK:
+                peak = larger(peak, gl.reduce(result.to(gl.float32), 1, larger))
+        gl.store(OUT + begin_at + at, result, mask=inside)
+        if EMIT:  # the conversion clamps, and keeps NaN
+            gl.store(OUT8 + begin_at + at, (result.to(gl.float32) * inverse).to(DTYPE8), mask=inside)
+    if PEAK:
+        gl.store(peaks + gl.program_id(0) * 2 + WHO, gl.reduce(peak, 0, larger))
+        if WHO == 0 and gl.program_id(0) == 0:
+            slot = gl.arange(0, PEAKS, gl.BlockedLayout([1], [32], [4], [0]))
+            gl.store(peaks + slot, gl.zeros_like(slot).to(gl.float32), mask=slot >= 2 * COLS * GROUPS)
+
+
+@gluon.jit(do_not_specialize=["T"])
+def _relu2_resident_kernel(
+    A, B, POST, OUT, OUT8, peaks, a_scale, b_scale, out_scale, T, K: gl.constexpr, COLS: gl.constexpr,
+    GROUPS: gl.constexpr, STAGES: gl.constexpr, PEAKS: gl.constexpr, SCALED: gl.constexpr, BACKWARD: gl.constexpr,
+    EMIT: gl.constexpr, PEAK: gl.constexpr, EARLY: gl.constexpr, DTYPE8: gl.constexpr, REGISTERS: gl.constexpr,
+):  # fmt: skip
+    BLOCK_K: gl.constexpr = A.block_shape[1]
+    STEPS: gl.constexpr = K // BLOCK_K
+    rows_A = gl.allocate_shared_memory(A.dtype, [STAGES] + A.block_shape, A.layout)  # noqa: RUF005
+    rows_B = gl.allocate_shared_memory(B.dtype, [STEPS] + B.block_shape, B.layout)  # noqa: RUF005 (Gluon knows no star)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    ready = gl.allocate_shared_memory(gl.int64, [STEPS, 1], mbarrier.MBarrierLayout())
+    order = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for who in gl.static_range(2):
+        mbarrier.init(order.index(who), count=1)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(free.index(stage), count=1)
+    for k in gl.static_range(STEPS):
+        mbarrier.init(ready.index(k), count=1)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (_take_turns, (rows_A, rows_B, full, free, ready, order, POST, OUT, OUT8, peaks, a_scale, b_scale,
+                           out_scale, T, 0, COLS, GROUPS, PEAKS, SCALED, BACKWARD, EMIT, PEAK, EARLY, DTYPE8)),
+            (_take_turns, (rows_A, rows_B, full, free, ready, order, POST, OUT, OUT8, peaks, a_scale, b_scale,
+                           out_scale, T, 1, COLS, GROUPS, PEAKS, SCALED, BACKWARD, EMIT, PEAK, EARLY, DTYPE8)),
+            (_fetch, (A, B, rows_A, rows_B, full, free, ready, T, COLS, GROUPS)),
+        ],
+        [4, 1],
+        [REGISTERS, 24],
+    )  # fmt: skip
+
+
+def relu2_resident(
+    A: Tensor, B: Tensor, out: Tensor, tile: Resident, *, scales: tuple[Tensor, Tensor] | None = None,
+    post: Tensor | None = None, out8: Tensor | None = None, out_scale: Tensor | None = None,
+    peaks: Tensor | None = None,
+) -> None:  # fmt: skip
+    """As `linear_relu2.relu2_product`, for what `Resident.fits`: out (T, N), A (T, K), B (N, K), out8 in FP8."""
+    (T, K), (N, _) = A.shape, B.shape
+    assert all(t.is_contiguous() for t in (A, B, out, post, out8) if t is not None)
+    assert tile.fits((N, K), A.element_size()), (A.shape, B.shape, tile)
+    assert post is None or peaks is None
+    assert (out8 is None) == (out_scale is None)
+    if not T:
+        return
+    columns = N // tile.columns
+    groups = max(1, min(multiprocessors(out.device) // columns, ceil_div(T, 64)))
+    assert peaks is None or 2 * columns * groups <= RELU2_PEAKS
+    bits = 8 * A.element_size()
+    rows = TensorDescriptor(A, [T, K], [K, 1], [64, tile.k], gl.NVMMASharedLayout(128, bits, 2))
+    weights = TensorDescriptor(B, *five_axes(N, K), [tile.columns // 32, 4, 4, 2, tile.k],
+                               gl.NVMMASharedLayout(128, bits, 5))  # fmt: skip
+    a_scale, b_scale = scales or (None, None)
+    with torch.cuda.device_of(out):
+        _relu2_resident_kernel[(columns * groups,)](
+            rows, weights, post, out, out8, peaks, a_scale, b_scale, out_scale, T, K, COLS=columns, GROUPS=groups,
+            STAGES=tile.stages, PEAKS=RELU2_PEAKS, SCALED=scales is not None, BACKWARD=post is not None,
+            EMIT=out8 is not None, PEAK=peaks is not None, EARLY=tile.early,
+            DTYPE8=None if out8 is None else FLOATS[out8.dtype], REGISTERS=tile.registers, num_warps=4,
+        )  # fmt: skip
+
+
+def five_axes(N: int, K: int) -> tuple[list[int], list[int]]:
+    """Shape and strides of a view of (N, K) whose rows, taken in order, are those of each 32 as registers want them.
+
+    A thread has columns 2 q and 2 q + 1 of each 8 of a product. Its rows of B should be 8 q .. 8 q + 7 of each 32.
+    """
+    return [N // 32, 4, 4, 2, K], [32 * K, 2 * K, 8 * K, K, 1]
