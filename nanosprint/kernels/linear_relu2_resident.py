@@ -55,8 +55,29 @@ def store_layout(columns):
 
 
 @gluon.jit
-def _fetch(A, B, rows_A, rows_B, full, free, ready, T, COLS: gl.constexpr, GROUPS: gl.constexpr):
-    """One warp: B once, rows of A into the ring as soon as there is room."""
+def _announce(X, tile, T, COLS: gl.constexpr, K: gl.constexpr):
+    """Have L2 fetch this block's share of a tile of X (T, K), which is one stretch of memory."""
+    LINE: gl.constexpr = 128 // (X.dtype.element_ty.primitive_bitwidth // 8)
+    ROW: gl.constexpr = K // LINE
+    SHARE: gl.constexpr = (ROWS * ROW + COLS - 1) // COLS
+    begin = tile * ROWS * ROW + gl.program_id(0) % COLS * SHARE
+    for part in gl.static_range(0, SHARE, 32):
+        line = begin + part + gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+        at = gl.minimum(line, T * ROW - 1).to(gl.int64) * LINE
+        gl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [X + at], dtype=gl.int32, is_pure=False, pack=1
+        )
+
+
+@gluon.jit
+def _fetch(
+    A, B, X, rows_A, rows_B, full, free, ready, T, COLS: gl.constexpr, GROUPS: gl.constexpr, AHEAD: gl.constexpr
+):
+    """One warp: B once, rows of A into the ring as soon as there is room.
+
+    The ring is two thirds of a tile, which may be less than the way from memory takes. So the blocks that will read the
+    same rows announce them to L2 beforehand, AHEAD tiles of theirs, each a share. X is A as a pointer.
+    """
     STEPS: gl.constexpr = rows_B.shape[0]
     STAGES: gl.constexpr = rows_A.shape[0]
     BLOCK_K: gl.constexpr = rows_A.shape[2]
@@ -66,6 +87,8 @@ def _fetch(A, B, rows_A, rows_B, full, free, ready, T, COLS: gl.constexpr, GROUP
     col = gl.program_id(0) % COLS * COLUMNS
     count = 0
     for tile in range(group, gl.cdiv(T, ROWS), GROUPS):
+        if AHEAD > 0:
+            _announce(X, tile + AHEAD * GROUPS, T, COLS, STEPS * BLOCK_K)
         for k in gl.static_range(STEPS):
             first = tile == group
             mbarrier.expect(ready.index(k), COLUMNS * BLOCK_K * WIDTH, pred=first)
@@ -161,9 +184,10 @@ def _take_turns(
 
 @gluon.jit(do_not_specialize=["T"])
 def _relu2_resident_kernel(
-    A, B, POST, OUT, OUT8, peaks, a_scale, b_scale, out_scale, T, K: gl.constexpr, COLS: gl.constexpr,
+    A, B, X, POST, OUT, OUT8, peaks, a_scale, b_scale, out_scale, T, K: gl.constexpr, COLS: gl.constexpr,
     GROUPS: gl.constexpr, STAGES: gl.constexpr, PEAKS: gl.constexpr, SCALED: gl.constexpr, BACKWARD: gl.constexpr,
-    EMIT: gl.constexpr, PEAK: gl.constexpr, EARLY: gl.constexpr, DTYPE8: gl.constexpr, REGISTERS: gl.constexpr,
+    EMIT: gl.constexpr, PEAK: gl.constexpr, EARLY: gl.constexpr, AHEAD: gl.constexpr, DTYPE8: gl.constexpr,
+    REGISTERS: gl.constexpr,
 ):  # fmt: skip
     BLOCK_K: gl.constexpr = A.block_shape[1]
     STEPS: gl.constexpr = K // BLOCK_K
@@ -187,7 +211,7 @@ def _relu2_resident_kernel(
                            out_scale, T, 0, COLS, GROUPS, PEAKS, SCALED, BACKWARD, EMIT, PEAK, EARLY, DTYPE8)),
             (_take_turns, (rows_A, rows_B, full, free, ready, order, POST, OUT, OUT8, peaks, a_scale, b_scale,
                            out_scale, T, 1, COLS, GROUPS, PEAKS, SCALED, BACKWARD, EMIT, PEAK, EARLY, DTYPE8)),
-            (_fetch, (A, B, rows_A, rows_B, full, free, ready, T, COLS, GROUPS)),
+            (_fetch, (A, B, X, rows_A, rows_B, full, free, ready, T, COLS, GROUPS, AHEAD)),
         ],
         [4, 1],
         [REGISTERS, 24],
@@ -217,9 +241,9 @@ def relu2_resident(
     a_scale, b_scale = scales or (None, None)
     with torch.cuda.device_of(out):
         _relu2_resident_kernel[(columns * groups,)](
-            rows, weights, post, out, out8, peaks, a_scale, b_scale, out_scale, T, K, COLS=columns, GROUPS=groups,
+            rows, weights, A, post, out, out8, peaks, a_scale, b_scale, out_scale, T, K, COLS=columns, GROUPS=groups,
             STAGES=tile.stages, PEAKS=RELU2_PEAKS, SCALED=scales is not None, BACKWARD=post is not None,
-            EMIT=out8 is not None, PEAK=peaks is not None, EARLY=tile.early,
+            EMIT=out8 is not None, PEAK=peaks is not None, EARLY=tile.early, AHEAD=tile.ahead,
             DTYPE8=None if out8 is None else FLOATS[out8.dtype], REGISTERS=tile.registers, num_warps=4,
         )  # fmt: skip
 

@@ -73,7 +73,8 @@ class Resident(NamedTuple):
     """For blocks that keep `columns` rows of the weights, with all of the summed axis, while the other operand passes.
 
     It passes in pieces of `k`, `stages` ahead. registers: of a thread of the second group that computes; the first has
-    what is left of 504. early: what a gradient is multiplied with is read before the product, into registers.
+    what is left of 504. early: what a gradient is multiplied with is read before the product, into registers. ahead:
+    how many tiles beforehand L2 is told to fetch what passes; 0 not at all.
     """
 
     columns: int
@@ -81,6 +82,7 @@ class Resident(NamedTuple):
     stages: int
     registers: int = 232
     early: bool = True
+    ahead: int = 0
 
     def fits(self, weights: tuple[int, int], size: int) -> bool:
         """Whether weights of that shape, `size` bytes a number, can be held so: pieces are 128 bytes wide."""
