@@ -278,15 +278,17 @@ def stream_passes(layer: LayerSpec) -> int:
 def embedding(step: Step, ceilings: Ceilings) -> float:
     """A row of each table for every token: read, written to the stream; its gradient read and added to the table's.
 
-    A dense gradient of a table costs more: it is filled with zeros, and the optimizer reads all of it.
+    The table of pairs gives a row for each of its orders, which leave together. A dense gradient of a table costs more:
+    it is filled with zeros, and the optimizer reads all of it.
     """
-    numbers = 0
+    numbers, bigram = 0, step.recipe.model.bigram
+    orders = 1 if bigram is None else len(bigram.orders)
     for role, shape, group in step.parameters:
         if role.name.split(".")[0] == "embed" and len(shape) == 2:
-            numbers += shape[1] * (BYTES[group.storage] + 2 + 2 + 2 * BYTES[group.storage])
-    bigram = step.recipe.model.bigram
+            rows = orders if role.name == "embed.bigram" else 1
+            numbers += shape[1] * (rows * 3 * BYTES[group.storage] + 2 + 2)
     if bigram is not None and bigram.signs:
-        numbers += step.recipe.model.dim  # a byte each
+        numbers += orders * step.recipe.model.dim  # a byte each
     return ceilings.bytes_ms(step.tokens * numbers)
 
 

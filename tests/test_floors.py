@@ -79,6 +79,13 @@ def test_sizes_come_from_the_model(recipe):
     assert floors.loss(half, HAND) == floors.loss(whole, HAND)
 
 
+def test_each_order_of_the_hashed_table_gives_a_row(recipe):
+    """A row of bf16 read, its gradient read and added, and a sign a number; the stream is written once."""
+    longer = load_recipe("record", {"model.bigram.orders": [2, 3], "model.bigram.longer_rows": 1000})
+    more = floors.embedding(lane(longer, 0), HAND) - floors.embedding(lane(recipe, 0), HAND)
+    assert more == pytest.approx(HAND.bytes_ms(lane(recipe, 0).tokens * 768 * (2 + 2 + 2 + 1)))
+
+
 def test_ends_of_documents_shorten_attention(recipe):
     """Documents of 512: at most 512 keys a query, on average half; bytes stay."""
     at = STEPS[2]

@@ -6,6 +6,7 @@ are described one by one: a layer number never appears in code, only in the reci
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 from nanosprint.config.wires import validate_wiring
@@ -129,11 +130,40 @@ class SmearSpec:
 class BigramSpec:
     """A hashed table of rows for pairs of tokens, the source "bigram" (speedrun records #62, #83, #85).
 
-    With `signs`, a frozen table of that many rows of random signs, chosen by another hash, multiplies the rows.
+    With `signs`, a frozen table of that many rows of random signs, chosen by another hash, multiplies the rows. Orders
+    beyond 2 add a row for the last n tokens each, from `longer_rows` of their own in the same table.
     """
 
     rows: int
     signs: int = 0
+    orders: tuple[int, ...] = (2,)  # numbers of tokens, ascending from 2
+    longer_rows: int = 0  # for each order beyond 2
+
+    @property
+    def size(self) -> int:
+        """Rows of the whole table."""
+        return self.rows + self.longer_rows * (len(self.orders) - 1)
+
+    def validate(self) -> None:
+        """Raise ValueError naming the first setting that cannot work and what would."""
+        if self.rows < 2 or self.signs < 0:
+            raise ValueError(f"model.bigram: rows={self.rows} must be at least 2, signs={self.signs} at least 0")
+        if self.orders[:1] != (2,) or any(b <= a for a, b in pairwise(self.orders)):
+            raise ValueError(
+                f"model.bigram.orders={list(self.orders)}: expected numbers of tokens that ascend from 2, as in [2, 3]"
+            )
+        if len(self.orders) > 1 and self.longer_rows < 2:
+            raise ValueError(
+                f"model.bigram.longer_rows={self.longer_rows}: orders {list(self.orders[1:])} want 2 rows or more "
+                f"each, for example {self.rows}"
+            )
+        if len(self.orders) == 1 and self.longer_rows:
+            raise ValueError(
+                f"model.bigram.longer_rows={self.longer_rows}, but orders={list(self.orders)} has none beyond 2: set "
+                "it to 0, or orders to [2, 3]"
+            )
+        if self.size >= 2**31:
+            raise ValueError(f"model.bigram has {self.size} rows: fewer than 2^31 can be addressed")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,10 +290,8 @@ class ModelConfig:
             )
         if self.bias and any(layer.mlp is not None and layer.mlp.down_layout == "in_out" for layer in self.layers):
             raise ValueError("model.bias=true is for mlp.down_layout=out_in: set model.bias=false")
-        if self.bigram is not None and (self.bigram.rows < 2 or self.bigram.signs < 0):
-            raise ValueError(
-                f"model.bigram: rows={self.bigram.rows} must be at least 2, signs={self.bigram.signs} at least 0"
-            )
+        if self.bigram is not None:
+            self.bigram.validate()
 
     def _validate_heads(self) -> None:
         """What layers' mixers ask of heads."""

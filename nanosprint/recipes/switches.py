@@ -397,6 +397,12 @@ def _(recipe: Recipe) -> Recipe:
     return _model(_drop_everywhere(recipe, lambda source: source == "bigram"), bigram=None)
 
 
+@switch("longer_ngrams", "n-grams beyond pairs in the hashed table")
+def _(recipe: Recipe) -> Recipe:
+    bigram = recipe.model.bigram
+    return recipe if bigram is None else _model(recipe, bigram=replace(bigram, orders=(2,), longer_rows=0))
+
+
 @switch("ngrams", "the tables of the last n tokens")
 def _(recipe: Recipe) -> Recipe:
     return _model(recipe, ngrams=None)

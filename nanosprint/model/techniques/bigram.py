@@ -1,4 +1,4 @@
-"""Hashed pairs of tokens: a learned vector for every token and the one before it, as a source of its own.
+"""Hashed pairs of tokens, and longer n-grams: a learned vector for each token and those before it, as a source.
 
     b_t = B[h_t] * S[j_t],   h_t = ((36313 x_t) xor (27191 x_{t-1})) mod M,   j_t = (x_t xor x_{t-1}) mod signs
 
@@ -9,6 +9,14 @@ Chen et al. 2015, arXiv:1504.04788; speedrun records #62, #83 and #85.)
 The published hash has a quirk, kept so that runs compare: row M is put in the place of the first token, as its own
 result and as its successor's neighbour, where the product then wraps around in 32 bits. The pair does not reach before
 the row, and ends of documents within it are not seen.
+
+With orders beyond 2, which are not published, each such n adds a term of the same form for the last n tokens:
+
+    b_t = sum over n of B[h_n] * S[j_n]
+
+h_n, from a hash without quirks, points to rows of B that are n's own, and j_n is scrambled once more. A row's first
+n - 1 tokens, which have not n - 1 before them, share the last of those rows and the first row of signs. All orders are
+one look-up in one table, whose gradient is one sum of sorted segments and whose update and exchange are one.
 """
 
 import torch
@@ -17,6 +25,7 @@ from torch import Tensor, nn
 
 from nanosprint.config.model import BigramSpec
 from nanosprint.model.roles import Role
+from nanosprint.model.techniques.hashing import scramble, spread, take_up
 from nanosprint.ops.embedding import lookup, rows_of
 
 _OWN, _BEFORE = 36313, 27191
@@ -41,6 +50,23 @@ def sign_rows(tokens_BS: Tensor, signs: int) -> Tensor:
     return F.pad((ids[:, 1:] ^ ids[:, :-1]) % signs, (1, 0))
 
 
+def ngram_places(tokens_BS: Tensor, order: int, rows: int, signs: int) -> tuple[Tensor, Tensor | None]:
+    """Row of one order's part of the table, and of the signs if there are any, for each token's last `order` tokens.
+
+    Both (B, S) int64. Tokens with fewer before them in their row have row `rows - 1` and sign 0.
+    """
+    S = tokens_BS.size(1)
+    padded = F.pad(tokens_BS.long(), (order - 1, 0))
+    hashed = torch.zeros_like(padded[:, :S])
+    for back in range(order):
+        start = order - 1 - back
+        hashed = take_up(hashed, padded[:, start : start + S])
+    early = torch.arange(S, device=tokens_BS.device) < order - 1
+    mixed = scramble(hashed)
+    row = spread(mixed, rows - 1).masked_fill(early, rows - 1)
+    return row, spread(scramble(mixed), signs).masked_fill(early, 0) if signs else None
+
+
 class BigramTable(nn.Module):
     """Tokens (B, S) -> (B, S, D), zero at first."""
 
@@ -50,7 +76,7 @@ class BigramTable(nn.Module):
     def __init__(self, spec: BigramSpec, dim: int) -> None:
         super().__init__()
         self.spec = spec
-        self.weight = nn.Parameter(torch.zeros(spec.rows, dim))
+        self.weight = nn.Parameter(torch.zeros(spec.size, dim))
         # Saved with the weights, which mean nothing under other signs.
         self.register_buffer("signs", torch.ones(spec.signs, dim, dtype=torch.int8) if spec.signs else None)
 
@@ -60,8 +86,22 @@ class BigramTable(nn.Module):
         if self.signs is not None:
             self.signs.copy_(2 * torch.randint(2, self.signs.shape, generator=generator, dtype=torch.int8) - 1)
 
+    def places(self, tokens_BS: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Rows of the table and of the signs: (B, S), or (orders, B, S) where there are several; int64."""
+        spec = self.spec
+        rows = [bigram_rows(tokens_BS, spec.rows)]
+        signs = [sign_rows(tokens_BS, spec.signs) if spec.signs else None]
+        for i, order in enumerate(spec.orders[1:]):
+            row, sign = ngram_places(tokens_BS, order, spec.longer_rows, spec.signs)
+            rows.append(row + spec.rows + i * spec.longer_rows)
+            signs.append(sign)
+        if len(rows) == 1:
+            return rows[0], signs[0]
+        return torch.stack(rows), torch.stack([s for s in signs if s is not None]) if spec.signs else None
+
     def forward(self, tokens_BS: Tensor, dtype: torch.dtype) -> Tensor:
-        x = lookup(self.weight, rows_of(bigram_rows(tokens_BS, self.spec.rows)), dtype)
-        if self.signs is None:
-            return x
-        return x * F.embedding(sign_rows(tokens_BS, self.spec.signs), self.signs).to(dtype)
+        rows, signs = self.places(tokens_BS)
+        x = lookup(self.weight, rows_of(rows), dtype)
+        if self.signs is not None and signs is not None:
+            x = x * F.embedding(signs, self.signs).to(dtype)
+        return x if rows.ndim == 2 else x.sum(0)  # orders stand first: a compiler adds few of them within one kernel

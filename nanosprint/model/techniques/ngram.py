@@ -15,9 +15,7 @@ from torch import Tensor, nn
 
 from nanosprint.config.model import NgramSpec
 from nanosprint.model.roles import Role
-
-_MULTIPLIER = 0x2545F4914F6CDD1D  # odd: that of xorshift64* (Vigna 2014, arXiv:1402.6246)
-_GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # 2^64 / the golden ratio, as a signed number (Knuth's multiplicative hash)
+from nanosprint.model.techniques.hashing import scramble, spread, take_up
 
 
 class NgramEmbedding(nn.Module):
@@ -35,10 +33,7 @@ class NgramEmbedding(nn.Module):
         nn.init.zeros_(self.table)
 
     def rows(self, tokens: Tensor) -> Tensor:
-        """Row of each order's table for every token behind the history: (B, S, orders) int64.
-
-        Integers wrap at 64 bits, on every device alike.
-        """
+        """Row of each order's table for every token behind the history: (B, S, orders) int64."""
         ids = tokens.long()
         length = ids.size(1) - max(self.spec.orders) + 1
         out: list[Tensor] = []
@@ -48,18 +43,14 @@ class NgramEmbedding(nn.Module):
             start = ids.size(1) - length - back
             token = ids[:, start : start + length]
             exact = exact * self.vocab_size + token
-            hashed = hashed * _MULTIPLIER + token + 1
+            hashed = take_up(hashed, token)
             if back + 1 in self.spec.orders:
                 size = self.sizes[len(out)]
-                row = exact if self.vocab_size ** (back + 1) <= self.spec.rows else self._mix(hashed)
+                fits = self.vocab_size ** (back + 1) <= self.spec.rows
+                row = exact if fits else spread(scramble(hashed), self.spec.rows)
                 out.append(row + base)
                 base += size
         return torch.stack(out, dim=-1)
-
-    def _mix(self, hashed: Tensor) -> Tensor:
-        """The highest bits of a hash, spread over the rows."""
-        bits = self.spec.rows.bit_length() - 1
-        return ((hashed ^ (hashed >> 29)) * _GOLDEN >> (64 - bits)) & (self.spec.rows - 1)
 
     def forward(self, tokens: Tensor) -> Tensor:
         rows = self.rows(tokens)
