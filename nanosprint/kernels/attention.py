@@ -14,6 +14,8 @@ An average query of web text at window 640 sees 269 keys, so a program does few 
 them counts. Every program finds the documents of its own tokens by bisection, which saves a launch. Neighbouring
 programs are the heads of one tile: the memory lines that hold a token's heads are read at one time.
 
+Tiles that say `overlap` go to `attention_hopper`, where these kernels stand again for Hopper alone.
+
 Shapes: T tokens, H heads, K head size, D entries of cu_seqlens. Exponentials are powers of two, the scale folded in.
 """
 

@@ -13,6 +13,7 @@ Triton's interpreter: `attention` is what these kernels are compared with.
 Shapes: T tokens, H heads, K head size, D entries of cu_seqlens.
 """
 
+from functools import cache
 from typing import Any
 
 from torch import Tensor
@@ -361,5 +362,9 @@ def describe(t: Tensor, shape: list[int], strides: list[int], block: list[int]) 
     """The description of blocks of `t`, seen as of `shape` and `strides`, swizzled as products want them."""
     bits = 8 * t.element_size()
     widest = block[-1] * bits // 8 if len(block) > 1 else 0
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=min(128, widest), element_bitwidth=bits, rank=len(block))
-    return TensorDescriptor(t, shape, strides, block, layout)
+    return TensorDescriptor(t, shape, strides, block, _layout(min(128, widest), bits, len(block)))
+
+
+@cache
+def _layout(swizzle: int, bits: int, rank: int) -> Any:
+    return gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=bits, rank=rank)
