@@ -14,6 +14,8 @@ An average query of web text at window 640 sees 269 keys, so a program does few 
 them counts. Every program finds the documents of its own tokens by bisection, which saves a launch. Neighbouring
 programs are the heads of one tile: the memory lines that hold a token's heads are read at one time.
 
+Tiles that say `overlap` go to `attention_hopper`, where these kernels stand again for Hopper alone.
+
 Shapes: T tokens, H heads, K head size, D entries of cu_seqlens. Exponentials are powers of two, the scale folded in.
 """
 
@@ -223,6 +225,13 @@ def _attention_gradient_kv_kernel(
     _store_rows(DV, dv, start, column, H * HEAD, T, KEYS, HEAD)
 
 
+_KERNELS = {
+    "forward": _attention_forward_kernel,
+    "gradient_q": _attention_gradient_q_kernel,
+    "gradient_kv": _attention_gradient_kv_kernel,
+}
+
+
 def forward(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, window: int, scale: float, tile: AttentionTile
 ) -> tuple[Tensor, Tensor]:
@@ -237,7 +246,7 @@ def forward(
     q, k, v = _readable(q), _readable(k), _readable(v)
     rows, keys = tile.queries, tile.keys
     launch(
-        _attention_forward_kernel, triton.cdiv(T, rows), tile, q,
+        "forward", triton.cdiv(T, rows), tile, q,
         _read(q, rows, tile), _read(k, keys, tile), _read(v, keys, tile), out, lse, cu_seqlens,
         q.stride(0), k.stride(0), v.stride(0), out.stride(0), *_numbers(q, cu_seqlens, window), scale * _LOG2E,
     )  # fmt: skip
@@ -262,9 +271,9 @@ def gradient_q(
     grad, q, k, v, out = (_readable(t) for t in (grad, q, k, v, out))
     rows, keys = tile.queries, tile.keys
     launch(
-        _attention_gradient_q_kernel, triton.cdiv(padded, rows), tile, q,
+        "gradient_q", triton.cdiv(padded, rows), tile, q,
         _read(grad, rows, tile), _read(q, rows, tile), _read(k, keys, tile), _read(v, keys, tile),
-        _read(out, rows, tile), lse, norms, dq, cu_seqlens,
+        out if tile.overlap else _read(out, rows, tile), lse, norms, dq, cu_seqlens,
         grad.stride(0), q.stride(0), k.stride(0), v.stride(0), out.stride(0), padded,
         *_numbers(q, cu_seqlens, window), scale, scale * _LOG2E,
     )  # fmt: skip
@@ -283,9 +292,9 @@ def gradient_kv(
     grad, q, k, v = (_readable(t) for t in (grad, q, k, v))
     rows, keys = tile.queries, tile.keys
     launch(
-        _attention_gradient_kv_kernel, triton.cdiv(len(q), keys), tile, q,
+        "gradient_kv", triton.cdiv(len(q), keys), tile, q,
         _read(grad, rows, tile), _read(q, rows, tile), _read(k, keys, tile), _read(v, keys, tile),
-        norms, dk, dv, cu_seqlens,
+        _read_norms(norms, rows, tile), dk, dv, cu_seqlens,
         grad.stride(0), q.stride(0), k.stride(0), v.stride(0), norms.size(2),
         *_numbers(q, cu_seqlens, window), scale, scale * _LOG2E,
     )  # fmt: skip
@@ -299,12 +308,24 @@ def _readable(t: Tensor) -> Tensor:
     return t if aligned and t.stride(2) == 1 and (H == 1 or t.stride(1) == K) else t.contiguous()
 
 
-def _read(t: Tensor, rows: int, tile: AttentionTile) -> Tensor | TensorDescriptor:
+def _read(t: Tensor, rows: int, tile: AttentionTile) -> Any:
     """What the kernel loads from: the tensor, or the description of blocks of `rows` tokens of one head."""
-    if not tile.descriptors:
-        return t
     T, H, K = t.shape
-    return TensorDescriptor(t, [T, H * K], [t.stride(0), 1], [rows, K])
+    block = [T, H * K], [t.stride(0), 1], [rows, K]
+    if tile.overlap:
+        from nanosprint.kernels import attention_hopper
+
+        return attention_hopper.describe(t, *block)
+    return TensorDescriptor(t, *block) if tile.descriptors else t
+
+
+def _read_norms(norms: Tensor, rows: int, tile: AttentionTile) -> Any:
+    """The same for those of `rows` queries."""
+    if not tile.overlap:
+        return norms
+    from nanosprint.kernels import attention_hopper
+
+    return attention_hopper.describe(norms, [norms.numel()], [1], [rows])
 
 
 def _numbers(q: Tensor, cu_seqlens: Tensor, window: int) -> tuple[int, int, int, int, int]:
@@ -314,16 +335,24 @@ def _numbers(q: Tensor, cu_seqlens: Tensor, window: int) -> tuple[int, int, int,
     return T, H, entries, (entries - 1).bit_length(), T if window < 0 else min(window, T)
 
 
-def launch(kernel: Any, blocks: int, tile: AttentionTile, q: Tensor, *args: Any) -> Any:
+def launch(name: str, blocks: int, tile: AttentionTile, q: Tensor, *args: Any) -> Any:
     """`blocks` programs for every head. Returns the compiled kernel, whose resources a benchmark shows."""
     T, H, K = q.shape
     if not T:
         return None
-    options: dict[str, Any] = {"num_warps": tile.warps, "num_stages": tile.stages}
+    kernel, options = _kernel(name, tile)
     if tile.registers is not None:
         options["maxnreg"] = tile.registers
     with torch.cuda.device_of(q):  # Triton launches on the current device
         return kernel[(blocks * H,)](
-            *args, HEAD=K, QUERIES=tile.queries, KEYS=tile.keys, BRANCH=tile.branch, DESCRIPTORS=tile.descriptors,
-            **options,
-        )  # fmt: skip
+            *args, HEAD=K, QUERIES=tile.queries, KEYS=tile.keys, num_warps=tile.warps, **options
+        )
+
+
+def _kernel(name: str, tile: AttentionTile) -> tuple[Any, dict[str, Any]]:
+    """The kernel that a tile wants, and what only it is told."""
+    if tile.overlap:
+        from nanosprint.kernels import attention_hopper
+
+        return attention_hopper.KERNELS[name], {"STAGES": tile.stages}
+    return _KERNELS[name], {"num_stages": tile.stages, "BRANCH": tile.branch, "DESCRIPTORS": tile.descriptors}

@@ -19,7 +19,8 @@ class AttentionTile(NamedTuple):
 
     The forward pass and `gradient_q` keep `queries`, `gradient_kv` keeps `keys`. registers: the most a thread may have
     (None: what the compiler likes). branch: ask of each block whether it needs a mask. descriptors: blocks are fetched
-    by the copy engine, where there is one.
+    by the copy engine, where there is one. overlap: by the kernels that order Hopper's products by hand
+    (`attention_hopper`), always with branches and descriptors.
     """
 
     queries: int
@@ -29,10 +30,12 @@ class AttentionTile(NamedTuple):
     registers: int | None = None
     branch: bool = True
     descriptors: bool = False
+    overlap: bool = False
 
     def __str__(self) -> str:
         registers = "" if self.registers is None else f" r{self.registers}"
         flags = ("" if self.branch else " mask") + (" tma" if self.descriptors else "")
+        flags += " overlap" if self.overlap else ""
         return f"q{self.queries} k{self.keys} w{self.warps} s{self.stages}{registers}{flags}"
 
 
@@ -120,6 +123,11 @@ ATTENTION_FORWARD = (
     AttentionTile(128, 64, 8, 3),
     AttentionTile(128, 64, 8, 3, descriptors=True),
     AttentionTile(128, 128, 8, 2),
+    AttentionTile(128, 32, 4, 3, descriptors=True),
+    AttentionTile(128, 32, 8, 3, descriptors=True),
+    AttentionTile(64, 64, 4, 2, descriptors=True, overlap=True),
+    AttentionTile(128, 32, 8, 3, descriptors=True, overlap=True),
+    AttentionTile(128, 64, 8, 2, descriptors=True, overlap=True),
 )
 ATTENTION_GRADIENT_Q = (
     AttentionTile(64, 32, 4, 3, descriptors=True),
@@ -130,6 +138,11 @@ ATTENTION_GRADIENT_Q = (
     AttentionTile(128, 64, 8, 2),
     AttentionTile(128, 64, 8, 2, descriptors=True),
     AttentionTile(128, 128, 8, 2),
+    AttentionTile(128, 32, 4, 3, descriptors=True),
+    AttentionTile(128, 32, 8, 3, descriptors=True),
+    AttentionTile(64, 64, 4, 2, descriptors=True, overlap=True),
+    AttentionTile(64, 32, 4, 3, descriptors=True, overlap=True),
+    AttentionTile(128, 64, 8, 2, descriptors=True, overlap=True),
 )
 ATTENTION_GRADIENT_KV = (
     AttentionTile(64, 64, 4, 2, descriptors=True),
@@ -140,6 +153,10 @@ ATTENTION_GRADIENT_KV = (
     AttentionTile(64, 128, 8, 2),
     AttentionTile(64, 128, 8, 3),
     AttentionTile(64, 128, 8, 2, descriptors=True),
+    AttentionTile(32, 64, 4, 3, descriptors=True),
+    AttentionTile(64, 64, 4, 2, descriptors=True, overlap=True),
+    AttentionTile(32, 64, 4, 3, descriptors=True, overlap=True),
+    AttentionTile(64, 128, 8, 2, descriptors=True, overlap=True),
 )
 # 80, 64 and 64 KiB at heads of 128: within the 99 that a program may have on consumer cards since Ampere.
 _ATTENTION_DEFAULT = (AttentionTile(64, 64, 4, 2), AttentionTile(64, 32, 4, 2), AttentionTile(32, 64, 4, 2))
