@@ -111,10 +111,11 @@ SOFTCAP_XENT = {1: (4096, 8), 2: (4096, 16), 4: (4096, 16)}
 QK_NORM_ROTARY = (8, 4)  # tokens, warps of a program for one head: 83 % of the floor, best of seven (`bench_rotary`)
 
 # Attention. The first of each list is taken on Hopper; `bench_attention --sweep-tiles` times them all. Microseconds on
-# an H200 at 49,152 tokens, 6 heads of 128, window 640, 337 keys a query: forward 196, gradient of q 263, of k and v
-# 295. Two programs of 4 warps share a multiprocessor if each stays below 113 KiB, and one's exponentials run under the
+# an H200 at 49,152 tokens, 6 heads of 128, window 640, 337 keys a query: forward 168, gradient of q 203, of k and v 242;
+# 194, 263 and 296 are the best without `overlap`. Two programs of 4 warps share a multiprocessor if each stays below 113 KiB, and one's exponentials run under the
 # other's products: those with 8 warps take 1.3 to 1.5 times as long.
 ATTENTION_FORWARD = (
+    AttentionTile(64, 64, 4, 2, descriptors=True, overlap=True),
     AttentionTile(64, 64, 4, 3, descriptors=True),
     AttentionTile(64, 64, 4, 3),
     AttentionTile(64, 64, 4, 2),
@@ -125,11 +126,11 @@ ATTENTION_FORWARD = (
     AttentionTile(128, 128, 8, 2),
     AttentionTile(128, 32, 4, 3, descriptors=True),
     AttentionTile(128, 32, 8, 3, descriptors=True),
-    AttentionTile(64, 64, 4, 2, descriptors=True, overlap=True),
     AttentionTile(128, 32, 8, 3, descriptors=True, overlap=True),
     AttentionTile(128, 64, 8, 2, descriptors=True, overlap=True),
 )
 ATTENTION_GRADIENT_Q = (
+    AttentionTile(64, 64, 4, 2, descriptors=True, overlap=True),
     AttentionTile(64, 32, 4, 3, descriptors=True),
     AttentionTile(64, 64, 4, 2, descriptors=True),
     AttentionTile(64, 64, 4, 2, branch=False),
@@ -140,11 +141,11 @@ ATTENTION_GRADIENT_Q = (
     AttentionTile(128, 128, 8, 2),
     AttentionTile(128, 32, 4, 3, descriptors=True),
     AttentionTile(128, 32, 8, 3, descriptors=True),
-    AttentionTile(64, 64, 4, 2, descriptors=True, overlap=True),
     AttentionTile(64, 32, 4, 3, descriptors=True, overlap=True),
     AttentionTile(128, 64, 8, 2, descriptors=True, overlap=True),
 )
 ATTENTION_GRADIENT_KV = (
+    AttentionTile(64, 64, 4, 2, descriptors=True, overlap=True),
     AttentionTile(64, 64, 4, 2, descriptors=True),
     AttentionTile(64, 64, 4, 2, branch=False),
     AttentionTile(64, 64, 4, 2),
@@ -154,7 +155,6 @@ ATTENTION_GRADIENT_KV = (
     AttentionTile(64, 128, 8, 3),
     AttentionTile(64, 128, 8, 2, descriptors=True),
     AttentionTile(32, 64, 4, 3, descriptors=True),
-    AttentionTile(64, 64, 4, 2, descriptors=True, overlap=True),
     AttentionTile(32, 64, 4, 3, descriptors=True, overlap=True),
     AttentionTile(64, 128, 8, 2, descriptors=True, overlap=True),
 )
@@ -212,9 +212,9 @@ def compose_bands(capability: tuple[int, int]) -> ComposeBands:
 
 
 # Products with squared ReLU, by what they compute (`ops.linear_relu2`): "up" and "dpre" in bf16, "up8" and "dpre8" from
-# FP8 operands. Those named in FUSED_RELU2 are one kernel; the others cuBLAS and a pass. Milliseconds on an H200, as one
-# and as two, 49,152 tokens, 768 to 3072 (`bench_mlp`): up 0.463 and 0.526, dpre 0.538 and 0.603, up8 0.420 and 0.463,
-# dpre8 0.455 and 0.548.
+# FP8 operands. Those named in FUSED_RELU2 are one kernel; the others cuBLAS and a pass. Milliseconds on an H200, weights
+# resident, streamed, and cuBLAS with a pass, 49,152 tokens, 768 to 3072: up 0.370, 0.397, 0.475; dpre 0.372, 0.476,
+# 0.550; up8 0.225, 0.334, 0.404; dpre8 0.274, 0.444, 0.465.
 FUSED_RELU2 = frozenset(("up", "dpre", "up8", "dpre8"))
 RELU2_TILES = {
     "up": Persistent(128, 256, 64, 4, 8),
@@ -223,13 +223,13 @@ RELU2_TILES = {
     "dpre8": Persistent(128, 128, 64, 4, 4, blocks=2, flatten=False),
 }
 # Kinds that keep the weights in shared memory where they fit (`linear_relu2_resident`), in a Triton whose Gluon that is
-# written for: not measured yet.
-RESIDENT_RELU2: frozenset[str] = frozenset()
+# written for.
+RESIDENT_RELU2 = frozenset(("up", "dpre", "up8", "dpre8"))
 RELU2_RESIDENT = {
-    "up": Resident(128, 64, 4),
-    "dpre": Resident(128, 64, 4),
-    "up8": Resident(256, 128, 4),
-    "dpre8": Resident(256, 128, 4),
+    "up": Resident(128, 64, 4, ahead=2),
+    "dpre": Resident(128, 64, 4, ahead=2),
+    "up8": Resident(256, 128, 4, ahead=2),
+    "dpre8": Resident(256, 128, 4, ahead=2),
 }
 GLUON = ("3.6.",)  # it is experimental: names and arguments change with every release
 _RELU2_DEFAULT = Persistent(64, 64, 64, 3, 4)  # fits every card since Ampere
