@@ -111,9 +111,9 @@ SOFTCAP_XENT = {1: (4096, 8), 2: (4096, 16), 4: (4096, 16)}
 QK_NORM_ROTARY = (8, 4)  # tokens, warps of a program for one head: 83 % of the floor, best of seven (`bench_rotary`)
 
 # Attention. The first of each list is taken on Hopper; `bench_attention --sweep-tiles` times them all. Microseconds on
-# an H200 at 49,152 tokens, 6 heads of 128, window 640, 337 keys a query: forward 168, gradient of q 203, of k and v 242;
-# 194, 263 and 296 are the best without `overlap`. Two programs of 4 warps share a multiprocessor if each stays below 113 KiB, and one's exponentials run under the
-# other's products: those with 8 warps take 1.3 to 1.5 times as long.
+# an H200 at 49,152 tokens, 6 heads of 128, window 640, 337 keys a query: forward 168, gradient of q 203, of k and v
+# 242; without `overlap` 194, 263 and 296 at best. Two programs of 4 warps share a multiprocessor if each stays below
+# 113 KiB, and one's exponentials run under the other's products: no tile of 8 warps comes near.
 ATTENTION_FORWARD = (
     AttentionTile(64, 64, 4, 2, descriptors=True, overlap=True),
     AttentionTile(64, 64, 4, 3, descriptors=True),
@@ -211,10 +211,10 @@ def compose_bands(capability: tuple[int, int]) -> ComposeBands:
     return _COMPOSE_HOPPER if capability == (9, 0) else _COMPOSE_DEFAULT
 
 
-# Products with squared ReLU, by what they compute (`ops.linear_relu2`): "up" and "dpre" in bf16, "up8" and "dpre8" from
-# FP8 operands. Those named in FUSED_RELU2 are one kernel; the others cuBLAS and a pass. Milliseconds on an H200, weights
-# resident, streamed, and cuBLAS with a pass, 49,152 tokens, 768 to 3072: up 0.370, 0.397, 0.475; dpre 0.372, 0.476,
-# 0.550; up8 0.225, 0.334, 0.404; dpre8 0.274, 0.444, 0.465.
+# Products with squared ReLU, by what they compute (`ops.linear_relu2`): "up" and "dpre" in bf16, "up8" and "dpre8"
+# from FP8 operands. Those named in FUSED_RELU2 are one kernel; the others cuBLAS and a pass. Milliseconds on an H200,
+# weights resident, streamed, and cuBLAS with a pass, 49,152 tokens, 768 to 3072: up 0.370, 0.397, 0.475; dpre 0.372,
+# 0.476, 0.550; up8 0.225, 0.334, 0.404; dpre8 0.274, 0.444, 0.465.
 FUSED_RELU2 = frozenset(("up", "dpre", "up8", "dpre8"))
 RELU2_TILES = {
     "up": Persistent(128, 256, 64, 4, 8),
