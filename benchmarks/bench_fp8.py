@@ -37,7 +37,7 @@ from nanosprint.model.techniques.head_gate import gated
 from nanosprint.ops import fp8
 from nanosprint.ops.fp8_copies import renew
 from nanosprint.ops.head_loss import head_loss
-from nanosprint.ops.qk_norm_rotary import qk_norm_rotary
+from nanosprint.ops.qk_norm_rotary import NormRotary, qk_norm_rotary
 from nanosprint.ops.rms_norm import rms_norm
 from nanosprint.ops.softcap_xent import curve_of, loss_and_grad
 
@@ -123,10 +123,14 @@ def whole(name, kind, tokens, device):
     cos, sin, x, gate = angles.cos(), angles.sin(), random(DIM), random(HEADS)
     gradients = [random(HEADS, DIM // HEADS) for _ in range(3)] if name == "qkv" else [random(DIM)]
 
+    how = NormRotary(HEADS, cos, sin, 1e-7, torch.bfloat16)
+
     @functools.partial(torch.compile, dynamic=False, fullgraph=True)
     def layer(x, gate, weight, factor):
         if name == "qkv":
-            return qk_norm_rotary(project(rms_norm(x, 1e-7), factor * weight), HEADS, cos, sin, 1e-7, x.dtype)
+            x, weight = rms_norm(x, 1e-7), factor * weight
+            in_bf16 = kind == "bf16"
+            return qk_norm_rotary(project(x, weight), *how) if in_bf16 else project.queries_keys_values(x, weight, how)
         heads = gated(x.unflatten(-1, (HEADS, -1)), gate).flatten(-2)
         return (1.1 * project(heads, factor * weight) + x,)
 
