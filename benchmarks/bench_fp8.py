@@ -102,7 +102,7 @@ def products(x, g, weight):
 def projected(kind, shape, device):
     """(x, weight) -> y as a layer has it in that format, and the copies that FP8 wants refreshed."""
     if kind == "bf16":
-        return lambda x, weight: F.linear(x, weight.to(x.dtype)), []
+        return lambda x, weight: F.linear(x.flatten(2), weight.to(x.dtype)), []
     known = {"input_scale": X_SCALE} if shape[0] > shape[1] else {"headroom": 2.0}
     module = Fp8Projection(shape, torch.device(device), gradient_scale=G_SCALE if kind == "fp8" else None, **known)
     return module, [module.weight]
@@ -131,7 +131,7 @@ def whole(name, kind, tokens, device):
             x, weight = rms_norm(x, 1e-7), factor * weight
             in_bf16 = kind == "bf16"
             return qk_norm_rotary(project(x, weight), *how) if in_bf16 else project.queries_keys_values(x, weight, how)
-        heads = gated(x.unflatten(-1, (HEADS, -1)), gate).flatten(-2)
+        heads = gated(x.unflatten(-1, (HEADS, -1)), gate)
         return (1.1 * project(heads, factor * weight) + x,)
 
     wanted = (x, weight, factor) if name == "qkv" else (x, gate, weight, factor)

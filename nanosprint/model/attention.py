@@ -151,7 +151,7 @@ class SelfAttention(nn.Module):
         if self.head_gate is not None:
             y = gated(y, self.head_gate(sources, columns))
         out = self.out if self.out_scale is None else self.out_scale(sources, columns) * self.out
-        return _projected(self.fp8_out, y.reshape(x_BSD.shape), out, self.out_bias)
+        return _projected(self.fp8_out, y, out, self.out_bias)
 
     def train_in_fp8(self, spec: Fp8ProjectionSpec, gradient_scale: float) -> None:
         """From now on compute the projections' products in training in FP8, once `fp8_copies` have been made.
@@ -233,8 +233,8 @@ class SelfAttention(nn.Module):
 
 
 def _projected(fp8: Fp8Projection | None, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`linear`, in training by `fp8` where there is one, which models with biases do not have."""
+    """`linear` of x (B, S, D) or (B, S, H, K), in training by `fp8` if there is one: models with biases have none."""
     if fp8 is not None and torch.is_grad_enabled():
         y: Tensor = fp8(x, weight)
         return y
-    return linear(x, weight, bias)
+    return linear(x.flatten(2), weight, bias)

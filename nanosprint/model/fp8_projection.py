@@ -26,7 +26,10 @@ _FIRST = 2.0**-4  # the scale of a first input, whatever it is: 28 is clamped, 1
 
 
 class Fp8Projection(nn.Module):
-    """x (..., D) -> (..., E) by a product in FP8. Training only: a call advances the scale of its input."""
+    """x (B, S, D) -> (B, S, E) by a product in FP8. Training only: a call advances the scale of its input.
+
+    x may also be (B, S, H, K) with H K = D, heads as they come: their maxima are found where they are made.
+    """
 
     input_scale: Tensor
     gradient_scale: Tensor
@@ -51,7 +54,7 @@ class Fp8Projection(nn.Module):
 
     def forward(self, x: Tensor, weight: Tensor) -> Tensor:
         """`weight` (E, D) is where the gradient goes; its values must be those of the last refresh."""
-        y = fp8_projection(x, weight, self.weight.copies(), self.input_scale, self.gradient_scale)
+        y = fp8_projection(x.flatten(2), weight, self.weight.copies(), self.input_scale, self.gradient_scale)
         self._advance(x)
         return y
 
