@@ -37,7 +37,7 @@ from nanosprint.model.techniques.head_gate import gated
 from nanosprint.ops import fp8
 from nanosprint.ops.fp8_copies import renew
 from nanosprint.ops.head_loss import head_loss
-from nanosprint.ops.qk_norm_rotary import qk_norm_rotary
+from nanosprint.ops.qk_norm_rotary import NormRotary, qk_norm_rotary
 from nanosprint.ops.rms_norm import rms_norm
 from nanosprint.ops.softcap_xent import curve_of, loss_and_grad
 
@@ -102,7 +102,7 @@ def products(x, g, weight):
 def projected(kind, shape, device):
     """(x, weight) -> y as a layer has it in that format, and the copies that FP8 wants refreshed."""
     if kind == "bf16":
-        return lambda x, weight: F.linear(x, weight.to(x.dtype)), []
+        return lambda x, weight: F.linear(x.flatten(2), weight.to(x.dtype)), []
     known = {"input_scale": X_SCALE} if shape[0] > shape[1] else {"headroom": 2.0}
     module = Fp8Projection(shape, torch.device(device), gradient_scale=G_SCALE if kind == "fp8" else None, **known)
     return module, [module.weight]
@@ -123,11 +123,15 @@ def whole(name, kind, tokens, device):
     cos, sin, x, gate = angles.cos(), angles.sin(), random(DIM), random(HEADS)
     gradients = [random(HEADS, DIM // HEADS) for _ in range(3)] if name == "qkv" else [random(DIM)]
 
+    how = NormRotary(HEADS, cos, sin, 1e-7, torch.bfloat16)
+
     @functools.partial(torch.compile, dynamic=False, fullgraph=True)
     def layer(x, gate, weight, factor):
         if name == "qkv":
-            return qk_norm_rotary(project(rms_norm(x, 1e-7), factor * weight), HEADS, cos, sin, 1e-7, x.dtype)
-        heads = gated(x.unflatten(-1, (HEADS, -1)), gate).flatten(-2)
+            x, weight = rms_norm(x, 1e-7), factor * weight
+            in_bf16 = kind == "bf16"
+            return qk_norm_rotary(project(x, weight), *how) if in_bf16 else project.queries_keys_values(x, weight, how)
+        heads = gated(x.unflatten(-1, (HEADS, -1)), gate)
         return (1.1 * project(heads, factor * weight) + x,)
 
     wanted = (x, weight, factor) if name == "qkv" else (x, gate, weight, factor)

@@ -2,11 +2,14 @@
 
 A program takes some tokens and one of the 3 H heads side by side in the projection: a query, a key, or a value, which
 is only copied. The backward pass reads the projection again rather than what was made of it, and writes the merged
-gradient, values included, as the product behind it wants it. All arithmetic is in fp32, rounded once.
+gradient, values included, as the product behind it wants it. All arithmetic is in fp32, rounded once. Where that
+product is in FP8, the same pass writes codes of the rounded gradient beside it: one byte, against three of a pass that
+reads the gradient again.
 
 The pairs that stand still are never looked up: their cosine is one.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -86,8 +89,17 @@ def _late(
 
 @triton.jit
 def _copy(X, Y, x_at, y_at, inside, K: tl.constexpr):
+    """What it copied is returned, (N, K)."""
     lanes = tl.arange(0, K)[None, :]
-    tl.store(Y + y_at[:, None] + lanes, tl.load(X + x_at[:, None] + lanes, mask=inside[:, None]), mask=inside[:, None])
+    x = tl.load(X + x_at[:, None] + lanes, mask=inside[:, None])
+    tl.store(Y + y_at[:, None] + lanes, x, mask=inside[:, None])
+    return x
+
+
+@triton.jit
+def _within(x, inverse, LIMIT: tl.constexpr):
+    """`ops.fp8.quantize` but for the cast: NaN stays NaN."""
+    return tl.clamp(x.to(tl.float32) * inverse, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -123,17 +135,21 @@ def _qk_norm_rotary_kernel(
 
 @triton.jit
 def _qk_norm_rotary_backward_kernel(
-    COS, SIN, DQ, DK, DV, QKV, DQKV, tokens, seq_len, H, together, turning, eps,
+    COS, SIN, DQ, DK, DV, QKV, DQKV, CODES, code_scale, tokens, seq_len, H, together, turning, eps,
     START0: tl.constexpr, STOP0: tl.constexpr, START1: tl.constexpr, STOP1: tl.constexpr,
-    K: tl.constexpr, NEIGHBOURS: tl.constexpr, BLOCK: tl.constexpr,
+    K: tl.constexpr, NEIGHBOURS: tl.constexpr, BLOCK: tl.constexpr, EMIT: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
     slot = tl.program_id(0)
     token = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside, place = token < tokens, token % seq_len
     head = slot % H
     at, out = (token * (3 * H) + slot) * K, (token * H + head) * K
+    inverse = tl.div_rn(1.0, tl.load(code_scale)) if EMIT else 1.0  # rounded as torch rounds it
     if slot >= 2 * H:
-        _copy(DV, DQKV, out, at, inside, K)
+        v = _copy(DV, DQKV, out, at, inside, K)
+        if EMIT:
+            codes = _within(v, inverse, LIMIT).to(CODES.dtype.element_ty)
+            tl.store(CODES + at[:, None] + tl.arange(0, K)[None, :], codes, mask=inside[:, None])
     else:
         if slot < H:
             ga, gb = _load(DQ, out, inside, K, NEIGHBOURS)
@@ -152,27 +168,45 @@ def _qk_norm_rotary_backward_kernel(
         scale = _inverse_length(a, b, eps, K)[:, None]
         a, b = a * scale, b * scale
         along = ((tl.sum(ga * a, axis=1) + tl.sum(gb * b, axis=1)) / K)[:, None]
-        _store(DQKV, at, inside, (ga - a * along) * scale, (gb - b * along) * scale, K, NEIGHBOURS)
+        a, b = (ga - a * along) * scale, (gb - b * along) * scale
+        _store(DQKV, at, inside, a, b, K, NEIGHBOURS)
+        if EMIT:
+            a, b = a.to(DQKV.dtype.element_ty), b.to(DQKV.dtype.element_ty)
+            _store(CODES, at, inside, _within(a, inverse, LIMIT), _within(b, inverse, LIMIT), K, NEIGHBOURS)
 
 
 def forward(qkv_BSE: Tensor, cos: Tensor, sin: Tensor, out: tuple[Tensor, Tensor, Tensor], **options: Any) -> None:
     """out <- queries, keys and values (B, S, H, K) of qkv (B, S, 3 H K); all contiguous. Options: see `_launch`."""
-    _launch(_qk_norm_rotary_kernel, cos, sin, (qkv_BSE, *out), out[0].shape, **options)
+    _launch(_qk_norm_rotary_kernel, cos, sin, (qkv_BSE, *out), out[0].shape, {}, **options)
 
 
 def backward(
-    grads: tuple[Tensor, Tensor, Tensor], qkv_BSE: Tensor, cos: Tensor, sin: Tensor, out: Tensor, **options: Any
+    grads: tuple[Tensor, Tensor, Tensor],
+    qkv_BSE: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    out: Tensor,
+    codes: Tensor | None = None,
+    code_scale: Tensor | None = None,
+    **options: Any,
 ) -> None:
-    """out <- gradient of qkv, of the same shape, from those of queries, keys and values; all contiguous."""
-    _launch(_qk_norm_rotary_backward_kernel, cos, sin, (*grads, qkv_BSE, out), grads[0].shape, **options)
+    """out <- gradient of qkv, of the same shape, from those of queries, keys and values; all contiguous.
+
+    codes, of that shape too <- out / code_scale in their dtype, clamped. code_scale: 0-D fp32.
+    """
+    assert (codes is None) == (code_scale is None)
+    tensors = *grads, qkv_BSE, out, codes, code_scale
+    emit = {"EMIT": codes is not None, "LIMIT": 0.0 if codes is None else torch.finfo(codes.dtype).max}
+    _launch(_qk_norm_rotary_backward_kernel, cos, sin, tensors, grads[0].shape, emit, **options)
 
 
 def _launch(
     kernel: Any,
     cos: Tensor,
     sin: Tensor,
-    tensors: tuple[Tensor, ...],
+    tensors: tuple[Tensor | None, ...],
     shape: torch.Size,
+    constants: Mapping[str, Any],
     *,
     turning: int,
     eps: float,
@@ -188,5 +222,5 @@ def _launch(
     with torch.cuda.device_of(cos):
         kernel[(3 * H, triton.cdiv(B * S, block))](
             cos, sin, *tensors, B * S, S, H, 2 * cos.size(-1) // K, turning, eps, *first, *second,
-            K=K, NEIGHBOURS=neighbours, BLOCK=block, num_warps=warps,
+            K=K, NEIGHBOURS=neighbours, BLOCK=block, num_warps=warps, **constants,
         )  # fmt: skip

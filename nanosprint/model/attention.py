@@ -30,7 +30,7 @@ from nanosprint.ops.attention import Attention, Scale
 from nanosprint.ops.fp8 import LARGEST
 from nanosprint.ops.fp8_copies import Copy
 from nanosprint.ops.key_offset import offset_keys
-from nanosprint.ops.qk_norm_rotary import qk_norm_rotary
+from nanosprint.ops.qk_norm_rotary import NormRotary, qk_norm_rotary
 
 _OWN_VALUES = (Term(source="v"),)
 
@@ -151,7 +151,7 @@ class SelfAttention(nn.Module):
         if self.head_gate is not None:
             y = gated(y, self.head_gate(sources, columns))
         out = self.out if self.out_scale is None else self.out_scale(sources, columns) * self.out
-        return _projected(self.fp8_out, y.reshape(x_BSD.shape), out, self.out_bias)
+        return _projected(self.fp8_out, y, out, self.out_bias)
 
     def train_in_fp8(self, spec: Fp8ProjectionSpec, gradient_scale: float) -> None:
         """From now on compute the projections' products in training in FP8, once `fp8_copies` have been made.
@@ -188,11 +188,15 @@ class SelfAttention(nn.Module):
         offset: ranges of a key's dimensions that come from the token before, in the same row.
         """
         B, S, D = x_BSD.shape
-        config, qkv = self.config, _projected(self.fp8_qkv, x_BSD, weight, self.qkv_bias)
+        config, fp8 = self.config, self.fp8_qkv
         if config.qk_norm and self.rotary is not None:
-            rotary, tables = self.rotary, self.rotary.tables(start, S, self.places)
-            numbers = config.num_heads, *tables, FP32_EPS, self.stream_dtype, config.rotary.pairs
-            return qk_norm_rotary(qkv, *numbers, key_offset=offset, turning=rotary.turning)
+            cos, sin = self.rotary.tables(start, S, self.places)
+            pairs, turning = config.rotary.pairs, self.rotary.turning
+            how = NormRotary(config.num_heads, cos, sin, FP32_EPS, self.stream_dtype, pairs, offset, turning)
+            if fp8 is not None and torch.is_grad_enabled():
+                return fp8.queries_keys_values(x_BSD, weight, how)
+            return qk_norm_rotary(linear(x_BSD, weight, self.qkv_bias), *how)
+        qkv = _projected(fp8, x_BSD, weight, self.qkv_bias)
         q, k, v = (t.view(B, S, config.num_heads, config.head_dim) for t in qkv.split(D, dim=-1))
         if config.qk_norm:
             q, k = rms_norm(q), rms_norm(k)
@@ -229,8 +233,8 @@ class SelfAttention(nn.Module):
 
 
 def _projected(fp8: Fp8Projection | None, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`linear`, in training by `fp8` where there is one, which models with biases do not have."""
+    """`linear` of x (B, S, D) or (B, S, H, K), in training by `fp8` if there is one: models with biases have none."""
     if fp8 is not None and torch.is_grad_enabled():
         y: Tensor = fp8(x, weight)
         return y
-    return linear(x, weight, bias)
+    return linear(x.flatten(2), weight, bias)

@@ -19,12 +19,17 @@ from torch import Tensor, nn
 from nanosprint.model.fp8_weight import Fp8Weight
 from nanosprint.ops.fp8 import scale_of
 from nanosprint.ops.fp8_projection import fp8_projection
+from nanosprint.ops.fp8_qkv import fp8_qkv
+from nanosprint.ops.qk_norm_rotary import NormRotary
 
 _FIRST = 2.0**-4  # the scale of a first input, whatever it is: 28 is clamped, 1e-3 loses bits
 
 
 class Fp8Projection(nn.Module):
-    """x (..., D) -> (..., E) by a product in FP8. Training only: a call advances the scale of its input."""
+    """x (B, S, D) -> (B, S, E) by a product in FP8. Training only: a call advances the scale of its input.
+
+    x may also be (B, S, H, K) with H K = D, heads as they come: their maxima are found where they are made.
+    """
 
     input_scale: Tensor
     gradient_scale: Tensor
@@ -49,8 +54,17 @@ class Fp8Projection(nn.Module):
 
     def forward(self, x: Tensor, weight: Tensor) -> Tensor:
         """`weight` (E, D) is where the gradient goes; its values must be those of the last refresh."""
-        y = fp8_projection(x, weight, self.weight.copies(), self.input_scale, self.gradient_scale)
+        y = fp8_projection(x.flatten(2), weight, self.weight.copies(), self.input_scale, self.gradient_scale)
+        self._advance(x)
+        return y
+
+    def queries_keys_values(self, x: Tensor, weight: Tensor, how: NormRotary) -> tuple[Tensor, Tensor, Tensor]:
+        """The same, and `qk_norm_rotary` behind it."""
+        heads = fp8_qkv(x, weight, self.weight.copies(), self.input_scale, self.gradient_scale, how)
+        self._advance(x)
+        return heads
+
+    def _advance(self, x: Tensor) -> None:
         if self.headroom is not None:
             with torch.no_grad():
                 self.input_scale.copy_(scale_of(x, self.headroom))
-        return y

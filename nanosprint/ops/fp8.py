@@ -60,7 +60,17 @@ def has_fp8(device: torch.device | str) -> bool:
 
 def scale_of(x: Tensor, headroom: float = 1.0) -> Tensor:
     """The scale, 0-D fp32, with which `headroom` times the largest magnitude of x just fits E4M3."""
-    return scale_from(x.detach().abs().amax(), headroom)
+    return scale_from(largest(x.detach()), headroom)
+
+
+def largest(x: Tensor) -> Tensor:
+    """The largest magnitude in x, 0-D in its dtype, by rows first. NaN if any is.
+
+    Rows' maxima the compiler (torch 2.11) finds in the kernel that makes x, if its rows are those of x: give heads as
+    (..., H, K). Of a plain amax it makes a pass over x; or behind a sum over rows it leaves the maxima of all of them,
+    589,824 of 98,304 tokens, to a single block.
+    """
+    return x.abs().amax(dim=-1).amax()
 
 
 def scale_from(peak: Tensor, headroom: float = 1.0) -> Tensor:

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from nanosprint.kernels import tuning
-from nanosprint.ops.fp8 import E4M3, E5M2, LARGEST, quantize, scale_of, scaled_product
+from nanosprint.ops.fp8 import E4M3, E5M2, LARGEST, largest, quantize, scale_of, scaled_product
 from nanosprint.ops.linear_relu2 import check_shapes, relu2_grad, relu2_mlp_grads, up_relu2
 
 _LARGEST_GRADIENT = 57_344.0  # of E5M2
@@ -194,7 +194,7 @@ def _fp8_grads(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Scales of the gradients, the codes of g, and then the operator."""
     up_turned, up_scale, down_turned, down_scale = copies
-    g_scale = g.abs().amax().float().clamp(min=_LEAST_GRADIENT) / _LARGEST_GRADIENT
+    g_scale = largest(g).float().clamp(min=_LEAST_GRADIENT) / _LARGEST_GRADIENT
     g8 = quantize(g, g_scale, E5M2)
     # max|g| is 57,344 of its scale and no code of W_down is larger than 448; dpre's bound is 57,344 of its own.
     bound = 2 * peaks.amax().sqrt() * g.shape[1] * (g_scale * _LARGEST_GRADIENT) * (down_scale * LARGEST)

@@ -6,13 +6,14 @@ anyway. Forward and backward of one layer at B 32, S 128, 2 heads of 64, bf16 in
 as plain formulas and 5.7 as `rms_norm` and `rotate` one after the other.
 
 On a GPU one Triton kernel does it all in either direction. What the compiler makes of the formulas took 65 ms of a
-627 ms step of the record on an H200, whose copy rate allows 20: neighbours as pairs cost it passes of their own.
+627 ms step of the record on an H200, whose copy rate allows 20: neighbours as pairs cost it passes of their own. The
+compiler cannot append to that kernel, so it quantises the gradient, too, where `ops.fp8_qkv` asks for it.
 """
 
 import functools
 import logging
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from nanosprint.kernels import has_triton
+from nanosprint.ops.fp8 import E5M2
 from nanosprint.ops.key_offset import offset_keys
 from nanosprint.ops.rms_norm import lengths, norm_backward
 from nanosprint.ops.rotary import Pairs, double, rotate, turn
@@ -27,6 +29,19 @@ from nanosprint.ops.rotary import Pairs, double, rotate, turn
 _log = logging.getLogger(__name__)
 _HEADS = (16, 32, 64, 128, 256)  # sizes that the kernel takes
 Ranges = tuple[tuple[int, int], ...]
+
+
+class NormRotary(NamedTuple):
+    """What `qk_norm_rotary` is told behind the projection; see there."""
+
+    num_heads: int
+    cos_SP: Tensor
+    sin_SP: Tensor
+    eps: float
+    dtype: torch.dtype
+    pairs: Pairs = "halves"
+    key_offset: Ranges = ()
+    turning: int | None = None
 
 
 def qk_norm_rotary(
@@ -37,7 +52,6 @@ def qk_norm_rotary(
     eps: float,
     dtype: torch.dtype,
     pairs: Pairs = "halves",
-    *,
     key_offset: Ranges = (),
     turning: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -52,23 +66,34 @@ def qk_norm_rotary(
     can be taken once only. Raises ValueError for sizes that do not fit. Sources: Henry et al. 2020, arXiv:2010.04245;
     see `rms_norm`, `rotate`, `offset_keys`.
     """
-    S, E = qkv_BSE.shape[1:]
+    how = NormRotary(num_heads, cos_SP, sin_SP, eps, dtype, pairs, key_offset, turning)
+    arguments = kernel_arguments(qkv_BSE.shape, qkv_BSE.dtype, qkv_BSE.device, how)
+    if arguments is not None:
+        return fused(qkv_BSE.contiguous(), *arguments)
+    q, k, v = _plain(qkv_BSE, num_heads, cos_SP, sin_SP, eps, dtype, pairs)
+    return q, offset_keys(k, key_offset) if key_offset else k, v
+
+
+def kernel_arguments(
+    shape: torch.Size, dtype: torch.dtype, device: torch.device, how: NormRotary
+) -> tuple[Any, ...] | None:
+    """Those of `fused` behind a projection like this, None where formulas serve. ValueError for what does not fit."""
+    num_heads, cos_SP, sin_SP, eps, _, pairs, key_offset, turning = how
+    S, E = shape[1:]
     K = E // (3 * num_heads)
     together = 2 * cos_SP.size(-1) // max(1, K)  # heads that one row of the tables turns
     fits = 3 * num_heads * K == E and cos_SP.shape == sin_SP.shape == (S, together * K // 2)
     if not fits or not together or num_heads % together or (together > 1 and pairs == "halves"):
         raise ValueError(
-            f"qkv {tuple(qkv_BSE.shape)} of {num_heads} heads does not fit cos and sin of shapes "
+            f"qkv {tuple(shape)} of {num_heads} heads does not fit cos and sin of shapes "
             f"{tuple(cos_SP.shape)} and {tuple(sin_SP.shape)}: they must be (tokens, half head size), or with "
             "neighbours as pairs some heads' side by side"
         )
-    if qkv_BSE.device.type == "cuda" and _kernel_serves(qkv_BSE.dtype, K, len(key_offset)):
-        ranges = [bound for bounds in key_offset for bound in bounds]
-        turning = K // 2 if turning is None else turning
-        tables = cos_SP.contiguous(), sin_SP.contiguous()
-        return _fused(qkv_BSE.contiguous(), *tables, num_heads, turning, eps, pairs == "neighbours", ranges)
-    q, k, v = _plain(qkv_BSE, num_heads, cos_SP, sin_SP, eps, dtype, pairs)
-    return q, offset_keys(k, key_offset) if key_offset else k, v
+    if device.type != "cuda" or not _kernel_serves(dtype, K, len(key_offset)):
+        return None
+    ranges = [bound for bounds in key_offset for bound in bounds]
+    turning = K // 2 if turning is None else turning
+    return cos_SP.contiguous(), sin_SP.contiguous(), num_heads, turning, eps, pairs == "neighbours", ranges
 
 
 def _plain(
@@ -111,7 +136,7 @@ def _tell(reason: str) -> None:
 
 
 @torch.library.custom_op("nanosprint::qk_norm_rotary", mutates_args=(), device_types="cuda")
-def _fused(
+def fused(
     qkv_BSE: Tensor,
     cos_SP: Tensor,
     sin_SP: Tensor,
@@ -132,24 +157,33 @@ def _fused(
 
 
 @torch.library.custom_op("nanosprint::qk_norm_rotary_backward", mutates_args=(), device_types="cuda")
-def _fused_backward(
+def fused_backward(
     gq: Tensor,
     gk: Tensor,
     gv: Tensor,
     qkv_BSE: Tensor,
     cos_SP: Tensor,
     sin_SP: Tensor,
+    code_scale: Tensor | None,
     turning: int,
     eps: float,
     neighbours: bool,
     key_offset: list[int],
-) -> Tensor:
+) -> list[Tensor]:
+    """The gradient of qkv and, where there is a `code_scale`, its E5M2 codes: `quantize` of the rounded gradient."""
     from nanosprint.kernels import qk_norm_rotary as kernels
 
-    out = torch.empty_like(qkv_BSE)
-    grads = gq.contiguous(), gk.contiguous(), gv.contiguous()
-    kernels.backward(grads, qkv_BSE, cos_SP, sin_SP, out, **_options(turning, eps, neighbours, key_offset))
+    out = _gradient_and_codes(qkv_BSE, code_scale)
+    grads, codes = (gq.contiguous(), gk.contiguous(), gv.contiguous()), out[1] if len(out) > 1 else None
+    options = _options(turning, eps, neighbours, key_offset)
+    kernels.backward(grads, qkv_BSE, cos_SP, sin_SP, out[0], codes, code_scale, **options)
     return out
+
+
+def _gradient_and_codes(qkv_BSE: Tensor, code_scale: Tensor | None) -> list[Tensor]:
+    """Room for what `fused_backward` writes."""
+    gradient = torch.empty_like(qkv_BSE)
+    return [gradient] if code_scale is None else [gradient, torch.empty_like(qkv_BSE, dtype=E5M2)]
 
 
 def _options(turning: int, eps: float, neighbours: bool, key_offset: list[int]) -> dict[str, Any]:
@@ -157,16 +191,25 @@ def _options(turning: int, eps: float, neighbours: bool, key_offset: list[int]) 
     return {"turning": turning, "eps": eps, "neighbours": neighbours, "key_offset": ranges}
 
 
-@_fused.register_fake
+@fused.register_fake
 def _(qkv_BSE: Tensor, cos_SP: Tensor, sin_SP: Tensor, num_heads: int, *_: object) -> tuple[Tensor, Tensor, Tensor]:
     B, S, E = qkv_BSE.shape
     q, k, v = (qkv_BSE.new_empty(B, S, num_heads, E // (3 * num_heads)) for _ in range(3))
     return q, k, v
 
 
-@_fused_backward.register_fake
-def _(gq: Tensor, gk: Tensor, gv: Tensor, qkv_BSE: Tensor, *_: object) -> Tensor:
-    return torch.empty_like(qkv_BSE)
+@fused_backward.register_fake
+def _(
+    gq: Tensor,
+    gk: Tensor,
+    gv: Tensor,
+    qkv_BSE: Tensor,
+    cos_SP: Tensor,
+    sin_SP: Tensor,
+    code_scale: Tensor | None,
+    *_: object,
+) -> list[Tensor]:
+    return _gradient_and_codes(qkv_BSE, code_scale)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -175,10 +218,11 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 
 def _derive(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-    return _fused_backward(*grads, *ctx.saved_tensors, *ctx.options), *(None,) * 7
+    (gradient,) = fused_backward(*grads, *ctx.saved_tensors, None, *ctx.options)
+    return gradient, *(None,) * 7
 
 
-_fused.register_autograd(_derive, setup_context=_setup_context)
+fused.register_autograd(_derive, setup_context=_setup_context)
 
 
 class _CpuQKNormRotary(torch.autograd.Function):

@@ -91,8 +91,8 @@ def test_scale_of_the_input_follows_the_calls_or_stays():
     for module in (following, constant):
         renew([module.weight.copy_of((W,))])
         for size in (1.0, 50.0):
-            x = size * torch.randn(8, 16)
-            y = module(x, W)
+            x = size * torch.randn(1, 8, 16)
+            y = module(x.unflatten(-1, (2, 8)) if module is following else x, W)  # heads, too
             expected = 2 * x.abs().max().item() / 448 if module is following else 0.5
             assert module.input_scale.item() == pytest.approx(expected)
     exact = x.double() @ W.detach().double().mT

@@ -86,3 +86,17 @@ def test_device_choice(caplog):
         assert not fp8.has_fp8("meta")
         assert not fp8.has_fp8("meta")
     assert caplog.text.count("no FP8") == 1
+
+
+@pytest.mark.parametrize("device", DEVICES, indirect=True)
+@pytest.mark.parametrize("shape", [(5,), (1, 1), (7, 3), (2, 5, 3, 4)])
+def test_largest(device, shape):
+    """Wherever it is, of either sign, in the dtype at hand; a NaN anywhere is the answer."""
+    x = torch.rand(shape, device=device).to(torch.bfloat16)
+    for i in {0, x.numel() // 2, x.numel() - 1}:
+        y = x.clone()
+        y.view(-1)[i] = -3.0
+        peak = fp8.largest(y)
+        assert (peak.shape, peak.dtype, peak.item()) == ((), torch.bfloat16, 3.0)
+        y.view(-1)[i] = torch.nan
+        assert fp8.largest(y).isnan()

@@ -4,9 +4,11 @@ import pytest
 import torch
 
 from nanosprint.kernels import has_triton
+from nanosprint.ops import fp8
 from nanosprint.ops import qk_norm_rotary as ops
 from nanosprint.ops.qk_norm_rotary import qk_norm_rotary
 from nanosprint.ops.rotary import rotate
+from tests.ops.test_fp8 import same_bytes
 
 EPS = 1e-3
 
@@ -275,6 +277,28 @@ def test_kernel_on_a_gpu(case, dtype):
             assert (a.double() - b).norm() <= tolerance * b.norm()
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "case", [*KERNEL_CASES, (1000, 6, 128, 2, 32, True, ((64, 128),)), (77, 12, 64, 1, 32, False, ())]
+)
+def test_codes_of_the_kernels_gradient(case, dtype):
+    """Byte for byte those of the rounded gradient, which does not change; beyond the largest code, too."""
+    if not (torch.cuda.is_available() and has_triton() and fp8.supports_fp8("cuda")):
+        pytest.skip("needs Triton and a GPU with FP8")
+    S, H, K, together, turning, neighbouring, key_offset = case
+    wide, cos, sin = kernel_case(S, H, K, together, turning, "cuda")
+    grads = [torch.randn(3, S, H, K, device="cuda").to(dtype) for _ in range(3)]
+    ranges = [bound for bounds in key_offset for bound in bounds]
+    inputs, options = (*grads, wide.to(dtype), cos.float(), sin.float()), (turning, EPS, neighbouring, ranges)
+    (expected,) = ops.fused_backward(*inputs, None, *options)
+    for scale in torch.tensor([2.0**-10, 3e-6], device="cuda"):
+        gradient, codes = ops.fused_backward(*inputs, scale.clone(), *options)
+        assert torch.equal(gradient, expected)
+        assert same_bytes(codes, fp8.quantize(expected, scale, fp8.E5M2))
+    assert codes.float().abs().max() == 57344
+
+
 def test_what_the_kernel_cannot_take_is_said_once(caplog):
     ops._tell.cache_clear()
     for _ in range(2):
@@ -309,6 +333,17 @@ def interpreted():
         kernels.backward(grads, qkv.detach().float(), *tables, grad, **options)
         for a, b in zip((*out, grad), (*want, grad_want), strict=True):
             torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-5)
+        # fp16 stands for FP8, which the interpreter rounds wrongly.
+        again, codes, scale = torch.full_like(grad, 7.0), torch.full_like(grad, 7.0, dtype=torch.float16), 1e-5
+        for g in grads:
+            g[1, S // 2, 0, 3] = torch.nan
+        kernels.backward(grads, qkv.detach().float(), *tables, again, codes, torch.tensor(scale), **options)
+        clean = again.isfinite()
+        assert torch.equal(again[clean], grad[clean])
+        assert (~clean).any(dim=-1).sum() <= 2  # a token, and with a key offset the one before
+        expected = (again * (1 / torch.tensor(scale))).clamp(-65504, 65504)
+        assert expected[clean].abs().max() == 65504
+        torch.testing.assert_close(codes, expected.half(), rtol=0, atol=0, equal_nan=True)
 
 
 if __name__ == "__main__":
