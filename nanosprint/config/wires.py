@@ -29,7 +29,8 @@ class _Walk:
             self.sources.add("bigram")
         self.declared = [net.name for net in config.nets]
         self.evaluated: list[str] = []
-        self.used: set[str] = set()
+        self.used: set[str] = set()  # gate nets
+        self.read: set[str] = set()  # sources
 
     def run(self) -> None:
         config = self.config
@@ -46,6 +47,22 @@ class _Walk:
         for name in self.declared:
             if name not in self.used:
                 raise ValueError(f"model.nets has {name!r}, but no weight takes a column of it: remove it")
+        self.tables()
+
+    def tables(self) -> None:
+        """Refuse token tables that nothing reads: they would be trained by nothing."""
+        config = self.config
+        for i in range(config.value_tables):
+            if f"table{i}" not in self.read:
+                raise ValueError(
+                    f"model.value_tables={config.value_tables}, but no sum reads 'table{i}': name it in "
+                    "model.layers.N.mixer.values, or have fewer tables"
+                )
+        if config.bigram is not None and "bigram" not in self.read:
+            raise ValueError(
+                "model.bigram is set, but no sum reads 'bigram': name it in model.input or in a sum of a layer, or set "
+                "model.bigram=none"
+            )
 
     def declare(self) -> None:
         for net in self.config.nets:
@@ -117,6 +134,7 @@ class _Walk:
 
     def source(self, name: str, place: str, known: set[str]) -> None:
         if name in known:
+            self.read.add(name)
             return
         if name == "bigram":
             remedy = "set model.bigram"

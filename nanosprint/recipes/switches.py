@@ -21,6 +21,7 @@ from nanosprint.config import (
     ParamGroup,
     Product,
     Recipe,
+    RotarySpec,
     Scalar,
     Stage,
     Term,
@@ -229,7 +230,7 @@ def _mapped(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
 def _(recipe: Recipe) -> Recipe:
     if recipe.model.positions != "rotary":
         return recipe
-    return _model(recipe, positions="none", rotary=replace(recipe.model.rotary, yarn=False))
+    return _model(recipe, positions="none", rotary=RotarySpec())
 
 
 @switch("half_rotary", "frequencies that stand still; all rotate")
