@@ -223,6 +223,12 @@ class ModelConfig:
         return self.dim // self.num_heads
 
     @property
+    def attention(self) -> tuple[tuple[int, AttnSpec], ...]:
+        """Number and mixer of each layer that attends; a layer may have no mixer, or one of another kind."""
+        mixers = enumerate(layer.mixer for layer in self.layers)
+        return tuple((i, mixer) for i, mixer in mixers if isinstance(mixer, AttnSpec))
+
+    @property
     def history(self) -> int:
         """How many tokens before a row the model looks at besides the row itself."""
         return 0 if self.ngrams is None else max(self.ngrams.orders) - 1
@@ -311,14 +317,10 @@ class ModelConfig:
 
     def _validate_heads(self) -> None:
         """What layers' mixers ask of heads."""
-        first = True
-        for i, layer in enumerate(self.layers):
-            mixer, place = layer.mixer, f"model.layers.{i}.mixer"
-            if mixer is None:
-                continue
-            if first and mixer.value_residual:
+        for number, (i, mixer) in enumerate(self.attention):
+            place = f"model.layers.{i}.mixer"
+            if number == 0 and mixer.value_residual:
                 raise ValueError(f"{place}.value_residual: the first attention has no earlier values to mix in")
-            first = False
             if mixer.paired and self.num_heads % 2:
                 raise ValueError(f"{place}.paired takes heads by twos, model.num_heads={self.num_heads} is odd")
             if mixer.paired and self.positions == "rotary" and self.rotary.pairs != "neighbours":

@@ -40,8 +40,9 @@ class _Walk:
         self.evaluate(config.input_nets, "model.input_nets")
         self.sum(config.input, "model.input", self.sources)
         self.sources.add("x")
+        attention = dict(config.attention)
         for i, layer in enumerate(config.layers):
-            self.layer(layer, f"model.layers.{i}")
+            self.layer(layer, attention.get(i), f"model.layers.{i}")
         self.evaluate(config.output_nets, "model.output_nets")
         self.sum(config.output, "model.output", self.sources)
         for name in self.declared:
@@ -74,7 +75,7 @@ class _Walk:
             if net.shared_scale is not None and len(shared) > 1:
                 raise ValueError(f"model.nets share {net.shared_scale!r}, but start at {sorted(shared)}: use one scale")
 
-    def layer(self, layer: "LayerSpec", place: str) -> None:
+    def layer(self, layer: "LayerSpec", attention: "AttnSpec | None", place: str) -> None:
         self.write(layer.tap_in, place)
         self.evaluate(layer.nets, f"{place}.nets")
         if layer.join:
@@ -83,7 +84,8 @@ class _Walk:
             self.sum(layer.entry, f"{place}.entry", self.sources)
         if layer.mixer is not None:
             self.source(layer.reads, f"{place}.reads", self.sources)
-            self.mixer(layer.mixer, f"{place}.mixer")
+            if attention is not None:
+                self.mixer(attention, f"{place}.mixer")
             self.sum(layer.after_mixer, f"{place}.after_mixer", self.sources | {"n", "mixer"})
         if layer.mlp is not None:
             self.sum(layer.after_mlp, f"{place}.after_mlp", self.sources | {"mlp"})
