@@ -257,7 +257,7 @@ class ModelConfig:
         if self.positions != "rotary" and self.rotary != RotarySpec():
             raise ValueError(
                 f"model.rotary is set, but model.positions={self.positions} has no use for it: set "
-                "model.positions=rotary, or leave model.rotary as it is"
+                "model.positions=rotary, or model.rotary={}"
             )
         if (
             self.softcap is not None
