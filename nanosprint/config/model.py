@@ -5,7 +5,7 @@ field is a switch of the ablation ladder; modules in `nanosprint/model/` read th
 are described one by one: a layer number never appears in code, only in the recipe that writes `layers`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
 
@@ -223,6 +223,12 @@ class ModelConfig:
         return self.dim // self.num_heads
 
     @property
+    def attention(self) -> tuple[tuple[int, AttnSpec], ...]:
+        """Number and mixer of each layer that attends; a layer may have no mixer, or one of another kind."""
+        mixers = enumerate(layer.mixer for layer in self.layers)
+        return tuple((i, mixer) for i, mixer in mixers if isinstance(mixer, AttnSpec))
+
+    @property
     def history(self) -> int:
         """How many tokens before a row the model looks at besides the row itself."""
         return 0 if self.ngrams is None else max(self.ngrams.orders) - 1
@@ -248,6 +254,17 @@ class ModelConfig:
                 f"model.rotary: fraction={self.rotary.fraction} must lie above 0 and at most at 1, "
                 f"base={self.rotary.base} above 1"
             )
+        if self.positions != "rotary" and self.rotary != RotarySpec():
+            raise ValueError(
+                f"model.rotary is set, but model.positions={self.positions} has no use for it: set "
+                "model.positions=rotary, or model.rotary={}"
+            )
+        if (
+            self.softcap is not None
+            and self.softcap.kind == "tanh"
+            and replace(self.softcap, cap=30.0) != SoftcapSpec()
+        ):
+            raise ValueError("model.softcap.kind=tanh has no shift and no width: set kind=sigmoid, or leave them out")
         if self.tied_head and self.init.head == "zero":
             raise ValueError("model.tied_head with model.init.head=zero would zero the embedding: use as_linear")
         if self.ngrams is not None:
@@ -283,6 +300,11 @@ class ModelConfig:
             )
         if self.init.head == "normal" and self.init.head_std is None:
             raise ValueError("model.init.head=normal does not say how wide: set model.init.head_std, for example 0.005")
+        if self.init.head != "normal" and self.init.head_std is not None:
+            raise ValueError(
+                f"model.init.head_std={self.init.head_std} is for head=normal, not {self.init.head}: set "
+                "model.init.head_std=none"
+            )
         if self.tied_head and self.head_layout == "in_out":
             raise ValueError(
                 "model.head_layout=in_out with model.tied_head: an embedding is stored row by row; set "
@@ -295,14 +317,10 @@ class ModelConfig:
 
     def _validate_heads(self) -> None:
         """What layers' mixers ask of heads."""
-        first = True
-        for i, layer in enumerate(self.layers):
-            mixer, place = layer.mixer, f"model.layers.{i}.mixer"
-            if mixer is None:
-                continue
-            if first and mixer.value_residual:
+        for number, (i, mixer) in enumerate(self.attention):
+            place = f"model.layers.{i}.mixer"
+            if number == 0 and mixer.value_residual:
                 raise ValueError(f"{place}.value_residual: the first attention has no earlier values to mix in")
-            first = False
             if mixer.paired and self.num_heads % 2:
                 raise ValueError(f"{place}.paired takes heads by twos, model.num_heads={self.num_heads} is odd")
             if mixer.paired and self.positions == "rotary" and self.rotary.pairs != "neighbours":

@@ -429,7 +429,7 @@ class Recipe:
     def _validate_contradictions(self) -> None:
         """Switches that each work, but not together, or that would be turned without any effect."""
         model, roles = self.model, [group.role for group in self.groups]
-        windowed = any(layer.mixer is not None and layer.mixer.window != "full" for layer in model.layers)
+        windowed = any(mixer.window != "full" for _, mixer in model.attention)
         twice = sorted({role for role in roles if roles.count(role) > 1})
         if self.schedule.windows is not None and not windowed:
             raise ValueError(
@@ -448,10 +448,10 @@ class Recipe:
 
     def _validate_windows(self) -> None:
         known = self.schedule.windows is not None or self.schedule.stages is not None
-        for i, layer in enumerate(self.model.layers):
-            if layer.mixer is not None and layer.mixer.window != "full" and not known:
+        for i, mixer in self.model.attention:
+            if mixer.window != "full" and not known:
                 raise ValueError(
-                    f"model.layers.{i}.mixer.window={layer.mixer.window}, but no schedule.windows says how far: "
+                    f"model.layers.{i}.mixer.window={mixer.window}, but no schedule.windows says how far: "
                     'set it, for example to {"start": 1024, "end": 1024}'
                 )
         if self.model.rotary.yarn and self.schedule.stages is None:

@@ -400,6 +400,11 @@ class Schedule:
             self.stages.validate(num_steps)
             if self.windows is not None:
                 raise ValueError("schedule.windows has no say beside schedule.stages: set one of them to none")
+            if self.lr != LRSchedule():
+                raise ValueError(
+                    "schedule.lr has no say beside schedule.stages, which have rates, a cooldown and a floor of their "
+                    "own: set schedule.lr={}"
+                )
         for name, curve in (("lr", self.lr), ("momentum", self.momentum)):
             if curve is not None and curve.warmup_steps + curve.cooldown_steps > num_steps:
                 raise ValueError(

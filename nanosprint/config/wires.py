@@ -29,7 +29,8 @@ class _Walk:
             self.sources.add("bigram")
         self.declared = [net.name for net in config.nets]
         self.evaluated: list[str] = []
-        self.used: set[str] = set()
+        self.used: set[str] = set()  # gate nets
+        self.read: set[str] = set()  # sources
 
     def run(self) -> None:
         config = self.config
@@ -39,13 +40,30 @@ class _Walk:
         self.evaluate(config.input_nets, "model.input_nets")
         self.sum(config.input, "model.input", self.sources)
         self.sources.add("x")
+        attention = dict(config.attention)
         for i, layer in enumerate(config.layers):
-            self.layer(layer, f"model.layers.{i}")
+            self.layer(layer, attention.get(i), f"model.layers.{i}")
         self.evaluate(config.output_nets, "model.output_nets")
         self.sum(config.output, "model.output", self.sources)
         for name in self.declared:
             if name not in self.used:
                 raise ValueError(f"model.nets has {name!r}, but no weight takes a column of it: remove it")
+        self.tables()
+
+    def tables(self) -> None:
+        """Refuse token tables that nothing reads: they would be trained by nothing."""
+        config = self.config
+        for i in range(config.value_tables):
+            if f"table{i}" not in self.read:
+                raise ValueError(
+                    f"model.value_tables={config.value_tables}, but no sum reads 'table{i}': name it in "
+                    "model.layers.N.mixer.values, or have fewer tables"
+                )
+        if config.bigram is not None and "bigram" not in self.read:
+            raise ValueError(
+                "model.bigram is set, but no sum reads 'bigram': name it in model.input or in a sum of a layer, or set "
+                "model.bigram=none"
+            )
 
     def declare(self) -> None:
         for net in self.config.nets:
@@ -57,7 +75,7 @@ class _Walk:
             if net.shared_scale is not None and len(shared) > 1:
                 raise ValueError(f"model.nets share {net.shared_scale!r}, but start at {sorted(shared)}: use one scale")
 
-    def layer(self, layer: "LayerSpec", place: str) -> None:
+    def layer(self, layer: "LayerSpec", attention: "AttnSpec | None", place: str) -> None:
         self.write(layer.tap_in, place)
         self.evaluate(layer.nets, f"{place}.nets")
         if layer.join:
@@ -66,7 +84,8 @@ class _Walk:
             self.sum(layer.entry, f"{place}.entry", self.sources)
         if layer.mixer is not None:
             self.source(layer.reads, f"{place}.reads", self.sources)
-            self.mixer(layer.mixer, f"{place}.mixer")
+            if attention is not None:
+                self.mixer(attention, f"{place}.mixer")
             self.sum(layer.after_mixer, f"{place}.after_mixer", self.sources | {"n", "mixer"})
         if layer.mlp is not None:
             self.sum(layer.after_mlp, f"{place}.after_mlp", self.sources | {"mlp"})
@@ -117,6 +136,7 @@ class _Walk:
 
     def source(self, name: str, place: str, known: set[str]) -> None:
         if name in known:
+            self.read.add(name)
             return
         if name == "bigram":
             remedy = "set model.bigram"

@@ -1,4 +1,4 @@
-"""Where documents end in a batch, for attention that must not look across.
+"""Where documents end in a batch, for attention that must not look across (speedrun record #12).
 
 A document starts at its start token and at the start of every row. Ends are counted over the rows laid end to end, in
 a vector of fixed length, because the shapes of a compiled step must not change with the data.

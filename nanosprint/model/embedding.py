@@ -1,4 +1,10 @@
-"""From token ids to the first residual stream."""
+"""From token ids to the first residual stream.
+
+    x0 = norm(E[token] (+ positions))
+
+The norm lets the stream start at size 1 whatever the table's scale (speedrun record #8); learned positions are GPT-2's
+(Radford et al. 2019), rotary ones are `rotary.py`'s.
+"""
 
 import torch
 from torch import Tensor, nn

@@ -197,7 +197,7 @@ class GPT(nn.Module):
         matrices += self.config.vocab_size * self.config.dim if self.config.tied_head else 0
         context = NO_CONTEXT if windows is None else Context(short=windows.short, long=windows.long)
         keys = 0.0
-        for mixer in (spec.mixer for spec in self.config.layers if spec.mixer is not None):
+        for _, mixer in self.config.attention:
             # Paired heads: half the heads over a sequence of twice the length, each key an interleaved position.
             keys += mean_keys(2 * seq_len if mixer.paired else seq_len, context.window(mixer.window))
             if mixer.compose is not None:
@@ -209,7 +209,7 @@ def _rotary(config: ModelConfig) -> Rotary | None:
     """Tables for all layers; where some pair their heads, of two positions a token."""
     if config.positions != "rotary":
         return None
-    paired = any(layer.mixer is not None and layer.mixer.paired for layer in config.layers)
+    paired = any(mixer.paired for _, mixer in config.attention)
     return Rotary(config.rotary, config.head_dim, config.seq_len, places=2 if paired else 1)
 
 

@@ -1,4 +1,9 @@
-"""From the last residual stream to logits and the loss."""
+"""From the last residual stream to logits and the loss: `z = softcap(W norm(x))`, W the embedding or a matrix apart.
+
+A head of its own may start at zero, so that the first prediction is uniform (speedrun record #8); tied to the
+embedding, both learn from both gradients (Press & Wolf 2016, arXiv:1608.05859). On CUDA the vocabulary is padded to a
+multiple of 64 columns that never count; ids beyond the tokenizer's that the recipe itself has do count (record #5).
+"""
 
 from collections.abc import Callable
 

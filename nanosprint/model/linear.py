@@ -1,4 +1,9 @@
-"""Matrix products whose weights are stored in one format and used in another."""
+"""Matrix products whose weights are stored in one format and used in another, and their initial values.
+
+Matrices are uniform with a standard deviation of 3^-1/2 / sqrt(fan in), PyTorch's own, or another in its place, and
+those that write into the residual stream may start at zero, so that every layer starts as the identity (speedrun
+record #5), or scaled down with depth, as GPT-2 has it (Radford et al. 2019).
+"""
 
 import math
 

@@ -8,6 +8,10 @@ has been evaluated. Whatever adds up or scales asks both by name:
 
 Columns are handed out while the model is built: `NetLayouts.request` notes how many numbers a place wants and where
 they start, and the nets, built last, get as many outputs as were asked for.
+
+Sums of this kind among the speedrun's records: x <- a x + b x0 at a layer's entry (#9); x <- x + s down_i from a layer
+of the first half (#11, after the U-net, Ronneberger et al. 2015, arXiv:1505.04597); x - b x_middle before the last
+norm (#40, "backout"); learned scales of stream and sub-layer; and with computed weights MUDD (#81).
 """
 
 from collections.abc import Iterable, Mapping, Sequence

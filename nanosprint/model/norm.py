@@ -1,4 +1,7 @@
-"""Normalisation of activations."""
+"""Normalisation of activations: `x / sqrt(mean(x^2) + eps)` without gain (Zhang & Sennrich 2019, arXiv:1910.07467).
+
+Or LayerNorm as GPT-2 has it. Attention norms queries and keys by the former, too (Henry et al. 2020, arXiv:2010.04245).
+"""
 
 import torch
 import torch.nn.functional as F

@@ -1,8 +1,10 @@
 """Causal self-attention behind one signature; the back end is chosen when a model is built, never inside forward.
 
 Every back end computes softmax(scale q kᵀ) v over the keys that a query may see: those of its own document, at most
-`window` tokens to the left, none to the right (`attention_backends/contract.py`). They differ in speed and rounding,
-and in whether a compiled graph takes window and scale as data or is made anew for each (`Backend.bakes_limits`).
+`window` tokens to the left, none to the right (`attention_backends/contract.py`): a sliding window (Beltagy et al.
+2020, arXiv:2004.05150) over packed documents, which the speedrun has since its record #12. They differ in speed and
+rounding, and in whether a compiled graph takes window and scale as data or is made anew for each
+(`Backend.bakes_limits`).
 
 | name      | where                | documents, window | how |
 |-----------|----------------------|-------------------|-----|

@@ -21,6 +21,7 @@ from nanosprint.config import (
     ParamGroup,
     Product,
     Recipe,
+    RotarySpec,
     Scalar,
     Stage,
     Term,
@@ -229,7 +230,7 @@ def _mapped(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
 def _(recipe: Recipe) -> Recipe:
     if recipe.model.positions != "rotary":
         return recipe
-    return _model(recipe, positions="none", rotary=replace(recipe.model.rotary, yarn=False))
+    return _model(recipe, positions="none", rotary=RotarySpec())
 
 
 @switch("half_rotary", "frequencies that stand still; all rotate")
@@ -287,6 +288,14 @@ def _(recipe: Recipe) -> Recipe:
         return recipe
     last: Windows = schedule.stages.stages[-1].windows
     return _stages(recipe, lambda s: replace(s, windows=last))
+
+
+@switch("eval_windows", "wider windows in the last validation; those of training")
+def _(recipe: Recipe) -> Recipe:
+    stages = recipe.schedule.stages
+    if stages is None:
+        return recipe
+    return replace(recipe, schedule=replace(recipe.schedule, stages=replace(stages, eval_windows=None)))
 
 
 @switch("paired", "pairs of heads that share a softmax")
@@ -403,6 +412,17 @@ def _(recipe: Recipe) -> Recipe:
     return recipe if bigram is None else _model(recipe, bigram=replace(bigram, orders=(2,), longer_rows=0))
 
 
+@switch("signs", "the signs that tell apart pairs of tokens which share a row")
+def _(recipe: Recipe) -> Recipe:
+    bigram = recipe.model.bigram
+    return recipe if bigram is None else _model(recipe, bigram=replace(bigram, signs=0))
+
+
+@switch("early_reads", "the earlier stream that late attention reads; the present one")
+def _(recipe: Recipe) -> Recipe:
+    return _layers(recipe, lambda layer: replace(layer, reads="x"))
+
+
 @switch("ngrams", "the tables of the last n tokens")
 def _(recipe: Recipe) -> Recipe:
     return _model(recipe, ngrams=None)
@@ -452,6 +472,26 @@ def _(recipe: Recipe) -> Recipe:
 
 
 # --- training -------------------------------------------------------------------------------------------------------
+
+
+@switch("growing_batch", "batches that grow; their mean from the start")
+def _(recipe: Recipe) -> Recipe:
+    stages, train = recipe.schedule.stages, recipe.train
+    if stages is None or len(set(recipe.batches().values())) == 1:
+        return recipe
+    unit = train.lanes * (1 if recipe.data.order == "documents" else recipe.model.seq_len)
+    total = sum(stage.share * stage.batch_tokens for stage in stages.stages)
+    batch = round(total / sum(stage.share for stage in stages.stages) / unit) * unit
+    changed = _stages(recipe, lambda stage: replace(stage, batch_tokens=batch))
+    return replace(changed, train=replace(train, batch_tokens=batch))
+
+
+@switch("document_cut", "the cut of long documents; each is as long as a row at most")
+def _(recipe: Recipe) -> Recipe:
+    if recipe.data.order != "documents":
+        return recipe
+    lanes = recipe.train.lanes
+    return _stages(recipe, lambda stage: replace(stage, max_document=stage.batch_tokens // lanes))
 
 
 @switch("muon", "Muon; AdamW with rate and decay of recipe gpt2-rotary")

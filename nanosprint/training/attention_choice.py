@@ -81,7 +81,7 @@ def _steps(recipe: Recipe) -> list[int]:
 
 def _kinds(recipe: Recipe, windows: list[Windows | None]) -> Counter[tuple[int | None, int]]:
     """How often layers attend with (window, places of a token), once for each of `windows`."""
-    mixers = [layer.mixer for layer in recipe.model.layers if layer.mixer is not None]
+    mixers = [mixer for _, mixer in recipe.model.attention]
     return Counter(
         (None if mixer.window == "full" or own is None else getattr(own, mixer.window), 2 if mixer.paired else 1)
         for own in windows

@@ -3,7 +3,7 @@
 A micro-batch is one or more whole lanes of a process. `exec.lanes_per_microbatch` says how many, or "auto": at every
 step the most whose tokens stay within `exec.tokens_per_microbatch`, so that stages with short lanes take more of them
 at once. Which lanes a step has does not depend on it, and losses are sums, so that only rounding changes (and FP8's
-delayed scales, which each micro-batch renews).
+scales, which are those of a micro-batch: no difference of theirs in loss was seen, docs/log.md).
 
 How many tokens are worth it. A micro-batch costs the same few passes over every gradient however many tokens it has,
 and its kernels the same launches. gpt2, of 124 M parameters, gained nothing from 131,072 tokens over 65,536 on an H200

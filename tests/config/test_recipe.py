@@ -94,6 +94,11 @@ def test_what_cannot_work_is_refused(overrides, message):
         ("muon", ["groups.0.weight_decay=-1"], "groups.0.weight_decay=-1.0: it must be 0 or more"),
         ("muon", ["model.value_tables=2"], "model.value_tables wants an embedding with a rate of its own"),
         ("gpt2", ["eval.tokens=0"], "eval.tokens=0: it must be at least 1, or none"),
+        # Switches that would be turned without any effect.
+        ("record", ["schedule.lr.floor=0.2"], "schedule.lr has no say beside schedule.stages, .* set schedule.lr={}"),
+        ("gpt2", ["model.rotary.fraction=0.5"], "model.rotary is set, but model.positions=learned has no use for it"),
+        ("residuals", ["model.softcap.width=5"], "model.softcap.kind=tanh has no shift and no width"),
+        ("modern", ["model.init.head_std=0.01"], "model.init.head_std=0.01 is for head=normal, not as_linear"),
     ],
 )
 def test_contradictions_are_refused_with_the_reason(name, overrides, message):

@@ -57,6 +57,8 @@ def gate(*reads):
         ({"model.head_copy": True}, "model.head_copy with model.tied_head=False and model.init.head=zero"),
         ({"model.init.head": "normal"}, "set model.init.head_std"),
         ({"model.bigram": {"rows": 1}}, "model.bigram: rows=1 must be at least 2"),
+        ({"model.bigram": {"rows": 9}}, "model.bigram is set, but no sum reads 'bigram'"),
+        ({"model.value_tables": 1}, "model.value_tables=1, but no sum reads 'table0'"),
     ],
 )
 def test_what_cannot_be_had_is_refused(overrides, message):

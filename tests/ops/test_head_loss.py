@@ -97,6 +97,20 @@ def test_codes_do_not_depend_on_what_the_loss_is_divided_by():
     assert torch.equal(small_dw, dw * 2.0**-40)
 
 
+def test_only_the_sum_over_the_width_is_a_fast_one(monkeypatch):
+    """Sums over the vocabulary and over tokens are too long for the tensor cores' reduced precision."""
+    seen = {}
+
+    def product(A, B, *scales, fast=False):
+        seen[A.shape[1]] = fast
+        return fp8.scaled_product(A, B, *scales, fast=fast)
+
+    monkeypatch.setattr(module, "scaled_product", product)
+    x, weight, labels = case(64, 32, 128, False, torch.bfloat16)
+    run(x, weight, labels, scales=SCALES)
+    assert seen == {32: True, 128: False, 64: False}
+
+
 def test_a_weight_beyond_the_records_scale_is_clamped():
     """1.6 is the largest that its scale holds; in E4M3, what is larger would be NaN."""
     x, weight, labels = case(16, 16, 48, True, torch.bfloat16)

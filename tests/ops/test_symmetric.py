@@ -56,6 +56,15 @@ def test_gram_poly(device, dtype):
         assert relative(out, -4.775 * wide + 2.0315 * wide @ wide) < TOLERANCE[dtype]
 
 
+def test_of_a_matrix_that_is_not_symmetric_it_is_no_square():
+    """The square is computed as A A^T: the documented answer, which is another than the polynomial's."""
+    A = torch.randn(2, 24, 24).bfloat16()
+    out, wide = symmetric.gram_poly(A, 0.5, -2.0), A.double()
+    lower = (0.5 * wide - 2.0 * wide @ wide.mT).tril()
+    assert relative(out, lower + lower.tril(-1).mT) < TOLERANCE[torch.bfloat16]
+    assert relative(out, 0.5 * wide - 2.0 * wide @ wide) > 0.5
+
+
 @pytest.mark.parametrize("device", DEVICES, indirect=True)
 def test_strides_zeros_empty_and_a_hot_row(device):
     X = torch.randn(4, 48, 80, device=device).bfloat16()

@@ -78,6 +78,15 @@ def test_what_a_switch_changes():
     assert {net.name for net in without_mudd.nets} == {"pre", "post"}  # still ask for xsa, gates of heads and compose
 
 
+def test_a_batch_that_does_not_grow_has_as_many_tokens():
+    old, new = load_recipe("record"), without(load_recipe("record"), "growing_batch")
+    assert set(new.batches().values()) == {262_144} == {new.train.batch_tokens}
+    extension = old.schedule.stages.extension_steps * (393_216 - 262_144)
+    assert old.tokens - new.tokens == pytest.approx(extension, abs=262_144)
+    with pytest.raises(ValueError, match="it has no such technique"):
+        without(load_recipe("normuon"), "growing_batch")
+
+
 def test_decay_that_is_no_longer_cautious_is_as_strong_at_the_full_rate():
     old, new = load_recipe("record"), without(load_recipe("record"), "cautious_decay")
     for before, after in zip(old.groups, new.groups, strict=True):

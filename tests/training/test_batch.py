@@ -46,6 +46,7 @@ STAGED = (
     "model.document_start=256",
     "data.mean_document=8",
     "schedule.stages=" + json.dumps(to_dict(STAGES)),
+    "schedule.lr={}",
     "model.layers.0.mixer.window=short",
     "model.layers.1.mixer.window=long",
 )

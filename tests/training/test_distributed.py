@@ -14,8 +14,10 @@ from nanosprint.config import Execution
 from nanosprint.recipes import load_recipe
 from nanosprint.results.record import RunRecord
 from nanosprint.results.runs import RunDir
+from nanosprint.training.api import train
 from nanosprint.training.distributed import World
 from nanosprint.training.resolve import resolve
+from tests.recipes.test_ladder import small
 
 EXACT = ("precision.compute=fp64", "precision.orthogonalize=fp64")
 SHORT = ("train.num_steps=20", "eval.tokens=1000", "train.grad_clip=1.0")
@@ -41,6 +43,29 @@ def test_gpus_option_trains_what_one_process_trains(
     for name, weight in one_process(*overrides).items():
         torch.testing.assert_close(weights(tmp_path / "many")[name], weight, rtol=0, atol=1e-9)
     assert record.val_loss == pytest.approx(RunRecord.load(tmp_path / "one").val_loss, abs=1e-9)
+
+
+def test_the_record_on_several_processes(weights, nanosprint, tmp_path, tiny_data):
+    """Packed documents, all three stages, the tie and its split, turns of Adam, NorMuon: in 20 steps as one process."""
+    settings = {"precision.compute": "fp64", "precision.orthogonalize": "fp64", "eval.tokens": 1000}
+    settings |= {"precision.fp8_head": "none", "precision.fp8_mlp": "none", "train.num_steps": 20}
+    overrides = small("record", **settings, **{"train.batch_tokens": 512, "model.seq_len": 64, "eval.seq_len": 64})
+    recipe = load_recipe("record", overrides)
+    assert [recipe.plan(step).split for step in (0, 19)] == [False, True]
+    train(recipe, out=tmp_path / "one", data=tiny_data, execution={"device": "cpu", "compile": "off"})
+    one, expected = RunRecord.load(tmp_path / "one"), weights(tmp_path / "one")
+    words = [f"{key}={value}" for key, value in overrides.items()]
+    words += ["exec.compile=off", "--device", "cpu", "--data", tiny_data]
+    for processes, lanes in ((2, 1), (4, 2)):
+        out = tmp_path / str(processes)
+        words_here = (*words, f"exec.lanes_per_microbatch={lanes}", "--gpus", processes, "--out", out)
+        result = nanosprint("train", "record", *words_here)
+        assert result.returncode == 0, result.stderr
+        found, many = weights(out), RunRecord.load(out)
+        for name, weight in expected.items():
+            torch.testing.assert_close(found[name], weight, rtol=0, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}")
+        assert (many.world_size, many.recipe_hash) == (processes, one.recipe_hash)
+        assert many.val_loss == pytest.approx(one.val_loss, abs=1e-9)
 
 
 def test_sparse_gradients_of_several_processes(weights, nanosprint, tmp_path):

@@ -25,6 +25,7 @@ from nanosprint.training.setup import build_state
 from nanosprint.training.step import backward_of, train_step
 from tests.reference import record as reference
 from tests.reference.ours import DIMS, load, ours_from, overrides
+from tests.training.test_record_precision import stored
 
 CPU = torch.device("cpu")
 LANES, LONGEST, STEPS = 4, 24, 6
@@ -118,9 +119,10 @@ def start_of_training() -> dict[str, torch.Tensor]:
 
 def train_ours(recipe, params, path):
     """After each step: (mean over the lanes of the summed losses, every parameter)."""
-    execution = Execution(device="cpu", compute="fp64", attention="reference", compile="off")
-    state = build_state(recipe, execution, 0, CPU)
+    compute = recipe.precision.compute
+    state = build_state(recipe, Execution(device="cpu", compute=compute, attention="reference", compile="off"), 0, CPU)
     load(state.model, params)
+    state.model.refresh(0)
     entering = ModelStage(state.model)
     with TokenLoader(
         [path],
@@ -164,3 +166,28 @@ def test_six_steps(tmp_path):
             assert apart <= 1e-8, f"{name} is off by {apart:.1e} after step {step}"
     for name, before in start.items():
         assert not torch.allclose(ours[name].detach(), before, rtol=1e-6, atol=0), name
+
+
+FORMATS = {"precision.compute": "bf16", "precision.orthogonalize": "bf16"}
+IN_FP8 = {"precision.fp8_head": load_recipe("record").precision.fp8_head, "precision.fp8_mlp": "{}"}
+
+
+@pytest.mark.parametrize(("formats", "largest"), [(FORMATS, 2e-2), (FORMATS | IN_FP8, 4e-2)])
+def test_six_steps_in_training_formats(formats, largest, tmp_path):
+    """Every loss within 2e-2 of float64's, and so are all weights together; those of FP8 products have 4e-2.
+
+    A step that is not made is seen: the first lowers the loss by 8e-2.
+    """
+    recipe, params, stream = record(**formats), stored(), tokens_of_documents()
+    path = tmp_path / "a_train_000001.bin"
+    write_shard(path, np.array(stream))
+    both = zip(train_ours(recipe, params, path), train_reference(params, stream), strict=True)
+    losses = []
+    for step, ((loss, ours), (expected, theirs)) in enumerate(both):
+        assert loss == pytest.approx(expected, rel=2e-2), f"step {step}"
+        wanted = ours_from(theirs)
+        apart = sum((ours[name].detach().double() - wanted[name]).square().sum() for name in wanted)
+        assert apart <= largest**2 * sum(w.square().sum() for w in wanted.values()), f"step {step}"
+        losses.append(loss)
+    assert losses[1] < 0.95 * losses[0]
+    assert {p.dtype for p in ours.values()} == {torch.bfloat16, torch.float32}

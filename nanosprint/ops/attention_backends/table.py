@@ -75,8 +75,10 @@ def _older_than(capability: tuple[int, int], device: torch.device) -> str | None
 
 
 def _half_on_cuda(needs: Needs, capability: tuple[int, int]) -> str | None:
-    if needs.device.type != "cuda" or torch.version.hip is not None:
+    if needs.device.type != "cuda":
         return f"runs on NVIDIA GPUs only, not on {needs.device.type}"
+    if torch.version.hip is not None:
+        return "runs on NVIDIA GPUs only, not on AMD's"
     reason = _half(needs) or _older_than(capability, needs.device)
     if reason is not None:
         return reason
