@@ -27,7 +27,7 @@ SMALL = {
 }
 PACKED = {"model.document_start": 256, "data.mean_document": 4, "model.seq_len": 128, "eval.seq_len": 128}
 LADDER = ["gpt2", "gpt2-rotary", "muon", "modern", "residuals", "soap", "longwindow", "sub3"]
-UPPER = ["normuon", "paired", "record", "record-third"]
+UPPER = ["normuon", "paired", "record", "record-third", "fast"]
 
 
 def small(name, **more):
