@@ -9,7 +9,7 @@ from typing import Any
 from nanosprint.errors import UserError
 from nanosprint.evidence.series import Entry, Race
 from nanosprint.results.metrics import effective_lines, metrics_sha256
-from nanosprint.results.record import RunRecord
+from nanosprint.results.record import RunRecord, mean_watts, tokens_per_kwh
 from nanosprint.results.runs import RunDir
 
 
@@ -33,6 +33,8 @@ class Result:
     startup_s: float | None = None
     energy_j: float | None = None
     energy_reason: str | None = None
+    mean_watts: float | None = None
+    tokens_per_kwh: float | None = None
     time_to_target_s: float | None = None
     tokens_to_target: float | None = None
     energy_to_target_j: float | None = None
@@ -133,6 +135,8 @@ def _measured(entry: Entry, record: RunRecord, run: RunDir, target: float | None
         startup_s=record.startup_ms / 1000,
         energy_j=record.energy_j,
         energy_reason=record.energy_reason,
+        mean_watts=mean_watts(record.energy_j, record.train_ms),  # not the record's, which older ones lack
+        tokens_per_kwh=tokens_per_kwh(record.tokens, record.energy_j),
         time_to_target_s=None if reached["train_ms"] is None else reached["train_ms"] / 1000,
         tokens_to_target=reached["tokens"],
         energy_to_target_j=reached["energy_j"],

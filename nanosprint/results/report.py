@@ -22,6 +22,7 @@ from nanosprint.results.board_text import COLUMNS
 from nanosprint.results.charts import NUM_COLOURS, Chart, Line, histogram, lines_of, loss_chart
 from nanosprint.results.curves import Axis, RunCurves, banded, load_curves
 from nanosprint.results.leaderboard import Board, Entry, Leaderboard, Result
+from nanosprint.results.record import JOULES_PER_KWH
 from nanosprint.results.words import duration, energy, short
 
 BaseOf = Callable[[dict[str, Any]], tuple[str, dict[str, Any]] | None]
@@ -160,8 +161,11 @@ def _tiles(entry: Entry) -> str:
     for column in COLUMNS:
         if column.head in ("loss", "p", "time", "energy", "tokens", "runs"):
             tiles.append((column.head, column.text(entry)))
-    if (joules := entry.mean("energy_j")) and (tokens := entry.mean("tokens")):
-        tiles.append(("tokens/kWh", short(tokens / joules * 3.6e6)))
+    joules, tokens, seconds = (entry.mean(name) for name in ("energy_j", "tokens", "train_s"))
+    if joules and tokens:
+        tiles.append(("tokens/kWh", short(tokens * JOULES_PER_KWH / joules)))
+    if joules and seconds:
+        tiles.append(("mean power", f"{joules / seconds:,.0f} W"))
     return "".join(f"<div><dt>{_text(k)}</dt><dd>{_text(v)}</dd></div>" for k, v in tiles if v != "–")
 
 

@@ -74,6 +74,8 @@ def write_run(path, loss, *, index=0, size=4, recipe=RECIPE, seed=None, series="
             "series": place,
             "created": "",
             "clock_graphs": 0,
+            "mean_watts": 1000 * 12.25 / ms,
+            "tokens_per_kwh": steps * batch * 3.6e6 / 12.25,
         }
         record = RunRecord(**{**values, **changes})
         log.event(OUTCOME, step=steps, record=outcome_of(to_dict(record)))
@@ -214,6 +216,8 @@ def test_any_edit_of_the_log_is_refused(claim):
         (("tokens_per_s",), 1e6, "clock"),
         (("clock_graphs",), 1, "clock"),
         (("clock_graphs",), None, "clock"),
+        (("mean_watts",), 5.0, "clock"),
+        (("tokens_per_kwh",), 1e9, "clock"),
         (("val_loss",), 3.2, "validation"),
         (("data", "val_tokens"), 2049, "validation"),
         (("data", "files", 1, "sha256"), "ce", "data"),
