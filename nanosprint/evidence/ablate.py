@@ -16,7 +16,7 @@ from typing import Any
 from nanosprint.config.edit import parse_overrides
 from nanosprint.config.recipe import Recipe
 from nanosprint.errors import UserError
-from nanosprint.evidence.report import ALPHA, as_markdown, notes, show_interval, show_p
+from nanosprint.evidence.report import ALPHA, as_markdown, notes, show_interval, show_p, summary_table
 from nanosprint.extras import require
 from nanosprint.files import atomic_write
 from nanosprint.recipes import all_recipes, load_recipe
@@ -164,6 +164,7 @@ def ablation_markdown(report: dict[str, Any]) -> str:
     if lacking:
         text.append(f"Not in this recipe: {', '.join(lacking)}.")
     text.append("\n".join(f"- {note}" for note in [*others, *notes(report)]))
+    text += ["All that was measured, times and energy to the target included:", as_markdown(*summary_table(report))]
     return "\n\n".join(text) + "\n"
 
 

@@ -1,14 +1,13 @@
 """What each run of a race came to, read from its record and its metrics, and never from what a process printed."""
 
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from nanosprint.errors import UserError
 from nanosprint.evidence.series import Entry, Race
-from nanosprint.results.metrics import effective_lines, metrics_sha256
+from nanosprint.results.metrics import at_target, effective_lines, metrics_sha256
 from nanosprint.results.record import RunRecord, mean_watts, tokens_per_kwh
 from nanosprint.results.runs import RunDir
 
@@ -63,21 +62,6 @@ def read_results(race: Race, folder: Path) -> tuple[list[Result], list[RunRecord
         results.append(_measured(entry, record, run, race.target))
         records.append(record)
     return results, records
-
-
-def at_target(validations: Sequence[Mapping[str, Any]], target: float, field: str) -> float | None:
-    """`field` at the moment when the validation loss fell to `target`, on a straight line between two validations."""
-    before: Mapping[str, Any] | None = None
-    for line in validations:
-        if line["loss"] <= target:
-            if field not in line or (before is not None and field not in before):
-                return None
-            if before is None:
-                return float(line[field])
-            part = (before["loss"] - target) / (before["loss"] - line["loss"])
-            return float(before[field] + part * (line[field] - before[field]))
-        before = line
-    return None
 
 
 def _problem(race: Race, entry: Entry, run: RunDir, record: RunRecord | None) -> str | None:

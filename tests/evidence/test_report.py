@@ -14,7 +14,7 @@ from nanosprint.evidence.outcome import publish
 from nanosprint.evidence.race import carry_on, start
 from nanosprint.evidence.report import make_report
 from nanosprint.evidence.series import load_race, plan_race
-from nanosprint.evidence.tally import at_target, read_results
+from nanosprint.evidence.tally import read_results
 from nanosprint.recipes import load_recipe
 from nanosprint.results.record import RunRecord
 from nanosprint.results.runs import RunDir
@@ -87,16 +87,6 @@ def test_to_target_by_interpolation(raced):
             assert first > 0
             assert value == pytest.approx(np.interp(TARGET, falling[around], np.array(points)[around]))
         assert result.energy_to_target_j is None or "energy_j" in lines[0]
-
-
-def test_at_target_at_its_edges():
-    lines = [{"loss": 4.0, "t": 10, "e": 1.0}, {"loss": 3.0, "t": 20}, {"loss": 3.5, "t": 30}, {"loss": 2.0, "t": 40}]
-    assert at_target(lines, 3.5, "t") == 15
-    assert at_target(lines, 3.0, "t") == 20
-    assert at_target(lines, 2.9, "t") == pytest.approx(34)
-    assert at_target(lines, 4.5, "t") == 10  # below from the first: no earlier point to start a line from
-    assert at_target(lines, 1.9, "t") is None
-    assert at_target(lines, 3.5, "e") is None  # measured at one end only
 
 
 def test_what_does_not_count_is_said(raced):
