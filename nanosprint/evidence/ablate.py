@@ -144,18 +144,18 @@ def effect_table(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     return head, rows
 
 
-def ablation_markdown(report: dict[str, Any]) -> str:
-    """`ablation.md`."""
+def ablation_markdown(report: dict[str, Any], *, level: int = 1, picture: str = "ablation.png") -> str:
+    """`ablation.md`, or a part of a page: with a heading of that level, the picture at that address."""
     head, rows = effect_table(report)
     if not any(row[1] for row in rows[1:]):  # no switches: a grid, or a ladder
         head, rows = [*head[:1], *head[2:]], [[*row[:1], *row[2:]] for row in rows]
     untold = [row["a"] for row in effects(report) if row["estimate"] is not None and not is_told(row)]
     text = [
-        f"# Ablation of {report['baseline']}",
+        f"{'#' * level} Ablation of {report['baseline']}",
         "Effect: mean validation loss less that of the whole recipe; positive, where it is worse. Nothing else was "
         "tuned again. p-values are corrected for the number of variants, intervals are not.",
         as_markdown(head, rows),
-        "![effects with their 95 % intervals](ablation.png)",
+        f"![effects with their 95 % intervals]({picture})",
     ]
     if untold:
         text.append(f"Could not be told from zero by these runs: {', '.join(untold)}.")

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 
 import numpy as np
 import pytest
@@ -73,6 +74,19 @@ def test_numbers_again_from_records_and_metrics(raced, capsys):
     assert f"{np.mean(thin):.4f}" in said
     assert f"| thin | 3/3 | 6 | {np.mean(thin):.4f} |" in text
     assert "512" in text  # validation targets
+    page = (raced / "report.html").read_text()
+    assert "<title>Race: thin, fat</title>" in page
+    assert f"is below {TARGET:g}" in page
+    assert "fat-7" in page
+
+
+def test_without_matplotlib_a_race_still_has_its_report(raced, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    said = []
+    publish(raced, said.append)
+    assert (raced / "report.md").exists()
+    assert not (raced / "report.html").exists()
+    assert any(word.startswith("no report.html: ") and "matplotlib" in word for word in said)
 
 
 def test_to_target_by_interpolation(raced):

@@ -1,6 +1,7 @@
 """The leaderboard: which runs are one entry, how entries are ranked, what is left out and said."""
 
 import dataclasses
+import shutil
 
 import pytest
 
@@ -115,6 +116,16 @@ def test_what_cannot_be_trusted_is_left_out_and_said(tmp_path):
     assert sorted(reasons) == ["damaged", "edited", "going"]
     assert "its checksum differs" in reasons["edited"]
     assert "no record yet" in reasons["going"]
+
+
+def test_a_copy_is_not_counted_twice(tmp_path):
+    """As where a race was published under records/ and is still in runs/."""
+    series(tmp_path / "runs", BELOW[:2], hash="a")
+    shutil.copytree(tmp_path / "runs", tmp_path / "records")
+    board = leaderboard([tmp_path / "runs", tmp_path / "records"])
+    assert len(board.boards[0].entries[0].results) == 2
+    copy, original = tmp_path / "records" / "a-1", tmp_path / "runs" / "a-1"
+    assert board.left_out[1] == (str(copy), f"{copy} is a copy of {original}")
 
 
 def test_a_record_without_its_run_is_listed(tmp_path):
