@@ -86,10 +86,14 @@ def find_runs(paths: Iterable[str | Path]) -> list[RunDir]:
     """The run directories at or below `paths`, those of a folder by name. Raises ValueError for a path without any."""
     found: list[RunDir] = []
     for path in map(Path, paths):
+        if path.suffix == ".log" and path.is_file():  # beside a race's runs, where RACE/RECIPE-* names it, too
+            continue
         below = [RunDir(file.parent) for file in sorted(path.rglob(RunDir(path).request_path.name))]
         if not below:
             RunDir(path).require()
         found += [RunDir(path)] if RunDir(path).has_run else below
+    if not found:
+        raise UserError(f"{', '.join(map(str, paths))}: no run among them")
     return found
 
 

@@ -158,3 +158,14 @@ def test_command(tmp_path, nanosprint, monkeypatch):
     assert "– slow (b): mean loss is above the target 3.28" in done.stdout
     assert "Ranked by mean training time" in done.stdout
     assert nanosprint("leaderboard", "nowhere").returncode == 2
+
+
+def test_a_narrow_terminal_gets_two_tables_and_no_broken_words(tmp_path, nanosprint, monkeypatch):
+    series(tmp_path / "runs", BELOW, hash="a")
+    for width, tables in ((200, 1), (80, 2)):
+        monkeypatch.setenv("COLUMNS", str(width))
+        lines = nanosprint("leaderboard").stdout.splitlines()
+        heads = [line.split() for line in lines if line.split()[:1] == ["rank"]]
+        assert len(heads) == tables
+        assert {"energy", "tokens", "devices", "commit"} <= {word for head in heads for word in head}
+        assert any("3.2715 ± 0.0013" in line for line in lines)

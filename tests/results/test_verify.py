@@ -385,6 +385,14 @@ def test_bad_options(claim, options, message):
         verify([claim()], **options)
 
 
+def test_what_processes_said_beside_the_runs_is_no_run(claim):
+    folder = claim()
+    (folder / "run-0.log").write_text("step 1\n")
+    assert verify(sorted(folder.glob("run-*"))).accepted
+    with pytest.raises(ValueError, match="no run among them"):
+        verify([folder / "run-0.log"])
+
+
 def test_a_path_without_runs(tmp_path):
     with pytest.raises(ValueError, match=r"holds no run\.json"):
         verify([tmp_path])
