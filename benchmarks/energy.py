@@ -15,9 +15,9 @@ from benchmarks.markdown import between, table
 from nanosprint.extras import require
 from nanosprint.files import atomic_write
 from nanosprint.results.plots import COLOURS, GRID, INK
+from nanosprint.results.record import JOULES_PER_KWH
 
 RESULTS, DOC, PICTURE = Path("benchmarks/results"), Path("docs/energy.md"), Path("docs/images/energy.svg")
-JOULES_PER_KWH = 3.6e6
 
 
 @dataclass(frozen=True)

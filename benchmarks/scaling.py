@@ -98,13 +98,14 @@ def train(args: argparse.Namespace, gpus: int, rows: Path) -> str | None:
         }
         for path in (run_dir / "record.json", run_dir / "metrics.jsonl"):
             shutil.copy(path, rows.parent / f"{args.recipe}-{args.seed}-{gpus}gpu.{path.name}")
+        write_rows([row], rows)
         if args.cold:
             again = run_dir.with_name(f"{name}-warm")
             failure = run([*train_command(args, gpus, again), "--max-steps", "1"], args.limit, more)
             if failure is None:
-                row["warm_start_s"] = RunRecord.load(again).startup_ms / 1000
+                warm_start_s = RunRecord.load(again).startup_ms / 1000
+                write_rows([{**row, "warm_start_s": warm_start_s}], rows)  # tables take the newest
             shutil.rmtree(again, ignore_errors=True)  # gigabytes of checkpoints
-    write_rows([row], rows)
     return failure and f"the second start {failure}"
 
 

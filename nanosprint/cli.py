@@ -255,23 +255,12 @@ def leaderboard(dirs: tuple[Path, ...], target: float | None, alpha: float) -> N
 @click.option("--title", default="nanosprint leaderboard", show_default=True)
 def report(dirs: tuple[Path, ...], out: Path, target: float | None, alpha: float, title: str) -> None:
     """Rank all runs below DIRs in one HTML page that needs nothing but itself."""
+    from nanosprint.recipes import base_of
     from nanosprint.results.leaderboard import leaderboard as rank_all
     from nanosprint.results.report import write_report
 
-    write_report(rank_all(dirs, target=target, alpha=alpha), out, title=title, base_of=_base_of)
+    write_report(rank_all(dirs, target=target, alpha=alpha), out, title=title, base_of=base_of)
     click.echo(f"report: {out} ({out.stat().st_size / 1e3:,.0f} kB)")
-
-
-def _base_of(recipe: dict[str, Any]) -> tuple[str, dict[str, Any]] | None:
-    """What a recorded recipe is compared with: its parent, or without one the recipe of its name."""
-    from nanosprint.config.edit import to_dict
-    from nanosprint.recipes import all_recipes, load_recipe
-
-    entry = all_recipes().get(str(recipe.get("name")))
-    if entry is None:
-        return None
-    base = entry.parent or entry.name
-    return base, to_dict(load_recipe(base))
 
 
 @cli.command("import")

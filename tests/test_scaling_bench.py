@@ -201,10 +201,11 @@ def test_whole_trainings_beside_an_earlier_one(tmp_path, tiny_data):
     earlier = tmp_path / "first" / "tiny-1337-1gpu.record.json"
     done = bench(*common, out, "--train", "2", "--cold", "--one-gpu", earlier)
     assert done.returncode == 0, done.stderr
-    one, two = [json.loads(line) for line in (out / "tiny.jsonl").read_text().splitlines()]
+    one, without_warm, two = [json.loads(line) for line in (out / "tiny.jsonl").read_text().splitlines()]
     assert (one["gpus"], one["cold"], one["differing"], one["warm_start_s"]) == (1, None, None, None)
     assert (two["gpus"], two["cold"], two["differing"]) == (2, True, [])
     assert two["warm_start_s"] > 0
+    assert without_warm == {**two, "warm_start_s": None}  # written at once, should the second start be cut off
     assert [step for step, _ in one["val_curve"]] == [step for step, _ in two["val_curve"]]
     assert two["val_loss"] == pytest.approx(one["val_loss"], abs=1e-3)
     assert two["val_curve"][-1] == [20, two["val_loss"]]

@@ -16,7 +16,7 @@ from typing import Any
 from nanosprint.config.edit import parse_overrides
 from nanosprint.config.recipe import Recipe
 from nanosprint.errors import UserError
-from nanosprint.evidence.report import ALPHA, as_markdown, notes, show_interval, show_p
+from nanosprint.evidence.report import ALPHA, as_markdown, notes, show_interval, show_p, summary_table
 from nanosprint.extras import require
 from nanosprint.files import atomic_write
 from nanosprint.recipes import all_recipes, load_recipe
@@ -144,18 +144,18 @@ def effect_table(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     return head, rows
 
 
-def ablation_markdown(report: dict[str, Any]) -> str:
-    """`ablation.md`."""
+def ablation_markdown(report: dict[str, Any], *, level: int = 1, picture: str = "ablation.png") -> str:
+    """`ablation.md`, or a part of a page: with a heading of that level, the picture at that address."""
     head, rows = effect_table(report)
     if not any(row[1] for row in rows[1:]):  # no switches: a grid, or a ladder
         head, rows = [*head[:1], *head[2:]], [[*row[:1], *row[2:]] for row in rows]
     untold = [row["a"] for row in effects(report) if row["estimate"] is not None and not is_told(row)]
     text = [
-        f"# Ablation of {report['baseline']}",
+        f"{'#' * level} Ablation of {report['baseline']}",
         "Effect: mean validation loss less that of the whole recipe; positive, where it is worse. Nothing else was "
         "tuned again. p-values are corrected for the number of variants, intervals are not.",
         as_markdown(head, rows),
-        "![effects with their 95 % intervals](ablation.png)",
+        f"![effects with their 95 % intervals]({picture})",
     ]
     if untold:
         text.append(f"Could not be told from zero by these runs: {', '.join(untold)}.")
@@ -164,6 +164,7 @@ def ablation_markdown(report: dict[str, Any]) -> str:
     if lacking:
         text.append(f"Not in this recipe: {', '.join(lacking)}.")
     text.append("\n".join(f"- {note}" for note in [*others, *notes(report)]))
+    text += ["All that was measured, times and energy to the target included:", as_markdown(*summary_table(report))]
     return "\n\n".join(text) + "\n"
 
 

@@ -3,6 +3,7 @@
     race.json        what is to be run, written first (evidence/series.py)
     <name>-<seed>/   a run directory each, with <name>-<seed>.log beside it: what the process said
     report.md        the outcome, for people; report.json holds the same numbers and every run's
+    report.html      the runs as a page (results/report.py)
 
 A run is begun by writing its request and carried out as by `nanosprint resume`, so that beginning and going on are one
 thing: after Ctrl-C, a reboot or `kill -9`, `--resume` keeps what is finished and goes on with the rest. A run that

@@ -38,6 +38,8 @@ MEASURES = {  # a result's field: what it is called, how it is shown
     "tokens_to_target": ("tokens to target", "{:,.0f}"),
     "energy_j": ("energy, J", "{:,.0f}"),
     "energy_to_target_j": ("energy to target, J", "{:,.0f}"),
+    "mean_watts": ("mean power, W", "{:,.1f}"),
+    "tokens_per_kwh": ("tokens/kWh", "{:.3g}"),
 }
 COMPARED = ("val_loss", "train_s", "time_to_target_s", "energy_j", "energy_to_target_j")
 

@@ -1,15 +1,14 @@
 """What each run of a race came to, read from its record and its metrics, and never from what a process printed."""
 
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from nanosprint.errors import UserError
 from nanosprint.evidence.series import Entry, Race
-from nanosprint.results.metrics import effective_lines, metrics_sha256
-from nanosprint.results.record import RunRecord
+from nanosprint.results.metrics import at_target, effective_lines, metrics_sha256
+from nanosprint.results.record import RunRecord, mean_watts, tokens_per_kwh
 from nanosprint.results.runs import RunDir
 
 
@@ -33,6 +32,8 @@ class Result:
     startup_s: float | None = None
     energy_j: float | None = None
     energy_reason: str | None = None
+    mean_watts: float | None = None
+    tokens_per_kwh: float | None = None
     time_to_target_s: float | None = None
     tokens_to_target: float | None = None
     energy_to_target_j: float | None = None
@@ -61,21 +62,6 @@ def read_results(race: Race, folder: Path) -> tuple[list[Result], list[RunRecord
         results.append(_measured(entry, record, run, race.target))
         records.append(record)
     return results, records
-
-
-def at_target(validations: Sequence[Mapping[str, Any]], target: float, field: str) -> float | None:
-    """`field` at the moment when the validation loss fell to `target`, on a straight line between two validations."""
-    before: Mapping[str, Any] | None = None
-    for line in validations:
-        if line["loss"] <= target:
-            if field not in line or (before is not None and field not in before):
-                return None
-            if before is None:
-                return float(line[field])
-            part = (before["loss"] - target) / (before["loss"] - line["loss"])
-            return float(before[field] + part * (line[field] - before[field]))
-        before = line
-    return None
 
 
 def _problem(race: Race, entry: Entry, run: RunDir, record: RunRecord | None) -> str | None:
@@ -133,6 +119,8 @@ def _measured(entry: Entry, record: RunRecord, run: RunDir, target: float | None
         startup_s=record.startup_ms / 1000,
         energy_j=record.energy_j,
         energy_reason=record.energy_reason,
+        mean_watts=mean_watts(record.energy_j, record.train_ms),  # not the record's, which older ones lack
+        tokens_per_kwh=tokens_per_kwh(record.tokens, record.energy_j),
         time_to_target_s=None if reached["train_ms"] is None else reached["train_ms"] / 1000,
         tokens_to_target=reached["tokens"],
         energy_to_target_j=reached["energy_j"],

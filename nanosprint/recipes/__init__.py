@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from nanosprint.config.edit import apply_overrides, known_keys, parse_overrides, read_value, unknown_key
+from nanosprint.config.edit import apply_overrides, known_keys, parse_overrides, read_value, to_dict, unknown_key
 from nanosprint.config.recipe import Recipe
 
 
@@ -108,3 +108,15 @@ def _build(entries: Mapping[str, Entry], name: str, dials: Dials) -> Recipe:
     if entry.parent is None:
         return entry.build(dials)
     return entry.build(_build(entries, entry.parent, dials), dials)
+
+
+def base_of(recipe: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
+    """What a recorded recipe is compared with, by name and as a dict: its parent, or else the recipe of its name.
+
+    None where no recipe of its name is registered.
+    """
+    entry = all_recipes().get(str(recipe.get("name")))
+    if entry is None:
+        return None
+    base = entry.parent or entry.name
+    return base, to_dict(load_recipe(base))

@@ -1,6 +1,6 @@
 """The leaderboard as columns of text, and these as tables in a terminal."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import stdev
 from typing import Any
@@ -70,12 +70,14 @@ COLUMNS = (
     Column("date", lambda e: (e.newest.created or "–")[:10], lambda e: e.newest.created, is_number=False),
     Column("commit", _commit, lambda e: e.newest.commit, is_number=False),
 )
+_LESS = ("tokens", "devices", "date", "commit")
 
 
 def print_leaderboard(board: Leaderboard, console: Any) -> None:
     """Every board as a table on a rich console, with its rule, why entries have no rank, and what was left out."""
     for one in board.boards:
-        console.print(_table(one))
+        for table in _tables(one, console):
+            console.print(table)
         for entry in one.entries:
             if entry.note:
                 console.print(f"– {entry.first.recipe_name} ({entry.first.recipe_hash}): {entry.note}",
@@ -86,14 +88,24 @@ def print_leaderboard(board: Leaderboard, console: Any) -> None:
         console.print(f"left out: {reason}", style="yellow", markup=False, highlight=False)
 
 
-def _table(board: Board) -> Any:
+def _tables(board: Board, console: Any) -> list[Any]:
+    """One table where it fits the terminal; else a second one with what matters less, for the same ranks."""
+    whole = _table(board, COLUMNS)
+    if console.measure(whole, options=console.options.update(width=10_000)).maximum <= console.width:
+        return [whole]
+    measured = [column for column in COLUMNS if column.head not in _LESS]
+    others = [column for column in COLUMNS if column.head in ("rank", "recipe", *_LESS)]
+    return [_table(board, measured), _table(board, others)]
+
+
+def _table(board: Board, columns: Sequence[Column]) -> Any:
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
     table = Table(title=Text(board.name), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in COLUMNS:
+    for column in columns:
         table.add_column(column.head, justify="right" if column.is_number else "left", overflow="fold")
     for entry in board.entries:
-        table.add_row(*(Text(c.text(entry)) for c in COLUMNS), style="bold" if entry.rank == 1 else "")
+        table.add_row(*(Text(c.text(entry)) for c in columns), style="bold" if entry.rank == 1 else "")
     return table

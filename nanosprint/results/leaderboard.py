@@ -58,6 +58,14 @@ class Result:
     imported: str | None = None
 
     @property
+    def identity(self) -> tuple[Any, ...]:
+        """The same for copies of a run; imported logs, which say too little, are each their own."""
+        if self.created is None:
+            return (self.run.path,)
+        execution = json.dumps(self.execution, sort_keys=True)
+        return (self.recipe_hash, execution, self.devices, self.seed, self.created, self.val_loss, self.train_s)
+
+    @property
     def counts(self) -> bool:
         return self.status in ("finished", "imported") and self.val_loss is not None
 
@@ -138,11 +146,18 @@ def leaderboard(dirs: Sequence[str | Path] = (), *, target: float | None = None,
         raise UserError(f"there is neither {' nor '.join(DEFAULT_DIRS)} here: name folders that hold runs")
     results: list[Result] = []
     left_out: list[tuple[str, str]] = []
+    seen: dict[tuple[Any, ...], Result] = {}
     for run in find_runs(folders):
         try:
-            results.append(read_result(run))
+            result = read_result(run)
         except ValueError as error:
             left_out.append((str(run.path), str(error)))
+            continue
+        first = seen.setdefault(result.identity, result)
+        if first is result:
+            results.append(result)
+        else:  # counted twice it would make a claim look better founded than it is
+            left_out.append((str(run.path), f"{run.path} is a copy of {first.run.path}"))
     boards = tuple(_boards(results, target, alpha))
     if not boards:
         reasons = "".join(f"\n  {reason}" for _, reason in left_out)

@@ -16,7 +16,7 @@ import json
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +111,21 @@ def effective_lines(lines: Iterable[Mapping[str, Any]], kind: str) -> list[Mappi
         elif line["kind"] == "event" and line.get("name") == RESUME:
             kept = {step: old for step, old in kept.items() if step <= line["step"]}
     return [kept[step] for step in sorted(kept)]
+
+
+def at_target(validations: Sequence[Mapping[str, Any]], target: float, field: str) -> float | None:
+    """`field` at the moment when the validation loss fell to `target`, on a straight line between two validations."""
+    before: Mapping[str, Any] | None = None
+    for line in validations:
+        if line["loss"] <= target:
+            if field not in line or (before is not None and field not in before):
+                return None
+            if before is None:
+                return float(line[field])
+            part = (before["loss"] - target) / (before["loss"] - line["loss"])
+            return float(before[field] + part * (line[field] - before[field]))
+        before = line
+    return None
 
 
 def series(lines: Iterable[Mapping[str, Any]], kind: str, key: str) -> dict[int, Any]:

@@ -18,6 +18,7 @@ from nanosprint.results.runs import RunDir, Series
 SCHEMA = 1
 Status = Literal["finished", "stopped", "failed", "diverged"]
 OUTCOME = "record"  # the event that ends a log
+JOULES_PER_KWH = 3.6e6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +87,8 @@ class RunRecord:
     series: Series | None
     created: str  # ISO 8601 with the offset from UTC
     clock_graphs: int | None = None  # compiled while the clock ran; None: by a version that did not count them
+    mean_watts: float | None = None  # energy_j by the clock's time; None: no energy, or a version that did not say
+    tokens_per_kwh: float | None = None  # tokens by energy_j
     shared_graphs: bool | None = None  # those of a run before it in its process served: `startup_ms` is no cold start
     schema: int = SCHEMA
 
@@ -129,6 +132,16 @@ class RunRecord:
     @classmethod
     def _build(cls, data: dict[str, Any], where: str) -> "RunRecord":
         return jsonfile.build(cls, data, schema=SCHEMA, where=where)
+
+
+def mean_watts(energy_j: float | None, train_ms: float) -> float | None:
+    """Mean power while the clock ran; None where the energy is not known or there was no time."""
+    return None if energy_j is None or not train_ms else 1000 * energy_j / train_ms
+
+
+def tokens_per_kwh(tokens: int, energy_j: float | None) -> float | None:
+    """None where the energy is not known, or zero."""
+    return tokens * JOULES_PER_KWH / energy_j if energy_j else None
 
 
 def check_metrics(run_dir: RunDir | str | Path) -> bool:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from importlib.resources import files
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from nanosprint.config.edit import diff_lines
@@ -22,6 +23,8 @@ from nanosprint.results.board_text import COLUMNS
 from nanosprint.results.charts import NUM_COLOURS, Chart, Line, histogram, lines_of, loss_chart
 from nanosprint.results.curves import Axis, RunCurves, banded, load_curves
 from nanosprint.results.leaderboard import Board, Entry, Leaderboard, Result
+from nanosprint.results.metrics import at_target, effective_lines, read_metrics
+from nanosprint.results.record import JOULES_PER_KWH
 from nanosprint.results.words import duration, energy, short
 
 BaseOf = Callable[[dict[str, Any]], tuple[str, dict[str, Any]] | None]
@@ -100,7 +103,7 @@ def _summary(board: Leaderboard) -> str:
 def _board(page: Page, board: Board, number: int) -> str:
     ids = [f"b{number}e{i}" for i in range(1, len(board.entries) + 1)]
     entries = "".join(
-        _entry(page, e, i, is_open=number == 1 and n == 0)
+        _entry(page, e, i, board.target, is_open=number == 1 and n == 0)
         for n, (e, i) in enumerate(zip(board.entries, ids, strict=True))
     )
     return f"""<section class="board">
@@ -136,13 +139,13 @@ def _row(entry: Entry, anchor: str) -> str:
 # --- an entry ---------------------------------------------------------------------------------------------------------
 
 
-def _entry(page: Page, entry: Entry, anchor: str, is_open: bool) -> str:
+def _entry(page: Page, entry: Entry, anchor: str, target: float | None, is_open: bool) -> str:
     rank = "–" if entry.rank is None else f"{entry.rank}"
     note = f'<p class="note">Not ranked: {_text(entry.note)}.</p>' if entry.note else ""
     return f"""<details class="entry" id="{anchor}"{" open" if is_open else ""}>
 <summary><span class="rank">{rank}</span><span class="title">{_text(entry.first.recipe_name)}</span>
 <code>{_text(entry.first.recipe_hash)}</code><span class="brief">{_brief(entry)}</span></summary>
-{note}<dl class="tiles">{_tiles(entry)}</dl>
+{note}<dl class="tiles">{_tiles(entry, target)}</dl>
 <div class="grid">{_charts(page, entry)}</div>
 <div class="grid facts">{_difference(page, entry)}{_hardware(entry)}</div>
 {_runs(entry)}
@@ -155,14 +158,34 @@ def _brief(entry: Entry) -> str:
     return f"{entry.loss:.4f}" + ("" if seconds is None else f" in {duration(seconds)}")
 
 
-def _tiles(entry: Entry) -> str:
+def _tiles(entry: Entry, target: float | None) -> str:
     tiles = []
     for column in COLUMNS:
         if column.head in ("loss", "p", "time", "energy", "tokens", "runs"):
             tiles.append((column.head, column.text(entry)))
-    if (joules := entry.mean("energy_j")) and (tokens := entry.mean("tokens")):
-        tiles.append(("tokens/kWh", short(tokens / joules * 3.6e6)))
+    joules, tokens, seconds = (entry.mean(name) for name in ("energy_j", "tokens", "train_s"))
+    if joules and tokens:
+        tiles.append(("tokens/kWh", short(tokens * JOULES_PER_KWH / joules)))
+    if joules and seconds:
+        tiles.append(("mean power", f"{joules / seconds:,.0f} W"))
+    if target is not None:
+        shown: list[tuple[str, str, Callable[[float], str]]] = [
+            ("time", "train_ms", lambda ms: duration(ms / 1000)), ("energy", "energy_j", energy)]  # fmt: skip
+        for name, field, words in shown:
+            if (mean := _mean_at_target(entry, target, field)) is not None:
+                tiles.append((f"{name} to {target:g}", words(mean)))
     return "".join(f"<div><dt>{_text(k)}</dt><dd>{_text(v)}</dd></div>" for k, v in tiles if v != "–")
+
+
+def _mean_at_target(entry: Entry, target: float, field: str) -> float | None:
+    """The mean of `field` when the validation loss fell to the target; None where a run does not tell."""
+    found = []
+    for result in entry.results:
+        path = result.run.metrics_path
+        lines = read_metrics(path) if path.is_file() else []
+        found.append(at_target(effective_lines(lines, "val"), target, field))
+    known = [value for value in found if value is not None]
+    return fmean(known) if len(known) == len(found) else None
 
 
 def _charts(page: Page, entry: Entry) -> str:

@@ -20,7 +20,7 @@ from nanosprint.config.recipe import Recipe
 from nanosprint.errors import UserError
 from nanosprint.results import jsonfile, stats
 from nanosprint.results.metrics import effective_lines, metrics_sha256
-from nanosprint.results.record import OUTCOME, RunRecord, outcome_of
+from nanosprint.results.record import OUTCOME, RunRecord, mean_watts, outcome_of, tokens_per_kwh
 from nanosprint.results.runs import RunDir
 
 TARGET, ALPHA = 3.28, 0.01  # nats on FineWeb's validation tokens, and the p-value that the benchmark asks for
@@ -86,10 +86,14 @@ def find_runs(paths: Iterable[str | Path]) -> list[RunDir]:
     """The run directories at or below `paths`, those of a folder by name. Raises ValueError for a path without any."""
     found: list[RunDir] = []
     for path in map(Path, paths):
+        if path.suffix == ".log" and path.is_file():  # beside a race's runs, where RACE/RECIPE-* names it, too
+            continue
         below = [RunDir(file.parent) for file in sorted(path.rglob(RunDir(path).request_path.name))]
         if not below:
             RunDir(path).require()
         found += [RunDir(path)] if RunDir(path).has_run else below
+    if not found:
+        raise UserError(f"{', '.join(map(str, paths))}: no run among them")
     return found
 
 
@@ -321,7 +325,16 @@ def _time_complaints(run: _Run) -> list[str]:
         complaints.append(f"{run.name}: {run.record.tokens_per_s} tokens/s are not its tokens by its time")
     if last is not None and last.get("energy_j", run.record.energy_j) != run.record.energy_j:
         complaints.append(f"{run.name}: the log has {last['energy_j']} J, the record {run.record.energy_j} J")
-    return complaints
+    return complaints + _power_complaints(run.name, run.record)
+
+
+def _power_complaints(name: str, record: RunRecord) -> list[str]:
+    """What the record says of power follows from its joules; older records say nothing of it."""
+    claimed = (record.mean_watts, record.tokens_per_kwh)
+    computed = (mean_watts(record.energy_j, record.train_ms), tokens_per_kwh(record.tokens, record.energy_j))
+    if claimed in (computed, (None, None)):
+        return []
+    return [f"{name}: {claimed[0]} W and {claimed[1]} tokens/kWh do not follow from its {record.energy_j} J"]
 
 
 def _distinct(runs: Sequence[_Run]) -> Finding:

@@ -20,7 +20,17 @@ from nanosprint.data.tokenizers import save_tokenizer
 from nanosprint.errors import DivergedError, Interrupted, UserError
 from nanosprint.optim.sharding import from_all, from_first
 from nanosprint.results.metrics import metrics_sha256
-from nanosprint.results.record import OUTCOME, DataRecord, Mfu, RunRecord, ShardFile, Status, outcome_of
+from nanosprint.results.record import (
+    OUTCOME,
+    DataRecord,
+    Mfu,
+    RunRecord,
+    ShardFile,
+    Status,
+    mean_watts,
+    outcome_of,
+    tokens_per_kwh,
+)
 from nanosprint.results.runs import RunDir
 from nanosprint.training import checkpoint, distributed
 from nanosprint.training.attention_choice import ATTENTION_LOGGER
@@ -298,6 +308,8 @@ class _Session:
             series=request.series,
             created=request.created,
             clock_graphs=self.graphs.count,
+            mean_watts=mean_watts(loop.outcome.energy_j, train_ms),
+            tokens_per_kwh=tokens_per_kwh(state.tokens, loop.outcome.energy_j),
             shared_graphs=loop.run.shares_graphs,
         )
 

@@ -11,7 +11,8 @@ which they met:
 A process that raises an error writes the cause itself. One that was killed cannot: the others notice the broken
 connection, look whose beat has stopped, and tell that. One that is stopped, or whose machine is cut off, is found by
 its beat after `exec.timeout_s`, by which the back ends give up, too. The thread uses a connection of its own, so that
-neither waits for the other.
+neither waits for the other. On the side of a cut that the store is not on, calls of the store hang, whatever their
+time-out says (seen with a link taken down): there a second thread, which asks nobody, ends the process.
 
 Idea: torch's NCCL watchdog and the heartbeats of elastic agents, made one for all back ends and with a cause.
 """
@@ -80,13 +81,17 @@ class Watch:
         self._lock = threading.Lock()  # a store's connection serves one call at a time; so do its counters
         self._count, self._has_told = 0, False
         self._seen: dict[int, tuple[int, float]] = {}  # by rank, the last count and when it was new
+        self._answered = time.monotonic()  # when the store last answered all that a round asks
         self._thread = threading.Thread(target=self._watch, name="nanosprint-watch", daemon=True)
+        self._guard = threading.Thread(target=self._end_if_cut_off, name="nanosprint-guard", daemon=True)
 
     def __enter__(self) -> "Watch":
         global _active
         _active = self
         self._beat()
+        self._answered = time.monotonic()
         self._thread.start()
+        self._guard.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, _e: BaseException | None, _t: TracebackType | None) -> None:
@@ -146,10 +151,26 @@ class Watch:
             try:
                 self._beat()
                 cause = self.cause() or self._found_silent()
+                self._answered = time.monotonic()
             except RuntimeError as error:
                 cause = Cause(f"the processes lost their meeting place ({_first_line(error)})", EXIT_FAILED, -1)
             if cause is not None:
                 self._follow(cause)
+                return
+
+    def _end_if_cut_off(self) -> None:
+        """End this process when the store has been silent for too long. Asks nothing: whoever asks hangs, too."""
+        while not self._stopped.wait(self.interval_s) and self._thread.is_alive():
+            silent_s = time.monotonic() - self._answered
+            if silent_s > self.timeout_s + self.interval_s:  # those who can still ask find a lost process before
+                message = (
+                    f"process {self.rank} on {socket.gethostname()} is cut off: no answer from where the processes met "
+                    f"for {silent_s:.0f} s. The network, or the first host, is down"
+                )
+                tell(message)
+                with contextlib.suppress(Exception):
+                    self.on_cause(message)
+                self._end(EXIT_FAILED)
                 return
 
     def _found_silent(self) -> Cause | None:

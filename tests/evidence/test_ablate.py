@@ -91,6 +91,7 @@ def test_an_ablation_from_race_to_picture(in_process, tiny_data, tmp_path, capsy
         assert row["estimate"] == pytest.approx(mean[row["a"]] - mean["tiny"])
     assert (folder / "ablation.png").read_bytes().startswith(b"\x89PNG")
     assert "rotary positions; none in their place" in (folder / "ablation.md").read_text()
+    assert "| tiny | 2/2 |" in (folder / "ablation.md").read_text().partition("All that was measured")[2]
     assert "no-muon" in capsys.readouterr().out
     check_table(report)
 

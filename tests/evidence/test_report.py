@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from nanosprint.evidence.outcome import publish
 from nanosprint.evidence.race import carry_on, start
 from nanosprint.evidence.report import make_report
 from nanosprint.evidence.series import load_race, plan_race
-from nanosprint.evidence.tally import at_target, read_results
+from nanosprint.evidence.tally import read_results
 from nanosprint.recipes import load_recipe
 from nanosprint.results.record import RunRecord
 from nanosprint.results.runs import RunDir
@@ -73,6 +74,19 @@ def test_numbers_again_from_records_and_metrics(raced, capsys):
     assert f"{np.mean(thin):.4f}" in said
     assert f"| thin | 3/3 | 6 | {np.mean(thin):.4f} |" in text
     assert "512" in text  # validation targets
+    page = (raced / "report.html").read_text()
+    assert "<title>Race: thin, fat</title>" in page
+    assert f"is below {TARGET:g}" in page
+    assert "fat-7" in page
+
+
+def test_without_matplotlib_a_race_still_has_its_report(raced, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    said = []
+    publish(raced, said.append)
+    assert (raced / "report.md").exists()
+    assert not (raced / "report.html").exists()
+    assert any(word.startswith("no report.html: ") and "matplotlib" in word for word in said)
 
 
 def test_to_target_by_interpolation(raced):
@@ -87,16 +101,6 @@ def test_to_target_by_interpolation(raced):
             assert first > 0
             assert value == pytest.approx(np.interp(TARGET, falling[around], np.array(points)[around]))
         assert result.energy_to_target_j is None or "energy_j" in lines[0]
-
-
-def test_at_target_at_its_edges():
-    lines = [{"loss": 4.0, "t": 10, "e": 1.0}, {"loss": 3.0, "t": 20}, {"loss": 3.5, "t": 30}, {"loss": 2.0, "t": 40}]
-    assert at_target(lines, 3.5, "t") == 15
-    assert at_target(lines, 3.0, "t") == 20
-    assert at_target(lines, 2.9, "t") == pytest.approx(34)
-    assert at_target(lines, 4.5, "t") == 10  # below from the first: no earlier point to start a line from
-    assert at_target(lines, 1.9, "t") is None
-    assert at_target(lines, 3.5, "e") is None  # measured at one end only
 
 
 def test_what_does_not_count_is_said(raced):

@@ -10,6 +10,7 @@ import shutil
 import sys
 from html.parser import HTMLParser
 
+import numpy as np
 import pytest
 
 from nanosprint.results import DataRecord, RunDir, RunRecord, ShardFile, encode_line, metrics_sha256
@@ -37,7 +38,8 @@ def make(path, *, name, hash, seed, loss, seconds, steps=400, log=True, **change
         line = {"step": step, "tokens": step * 524288, "train_ms": step * pace}
         lines.append({"kind": "train", **line, "loss": falling + noise.gauss(0, 0.03)})
         if step % (steps // 8) == 0:
-            lines.append({"kind": "val", **line, "loss": final if step == steps else falling})
+            joules = step * pace * 4.1
+            lines.append({"kind": "val", **line, "loss": final if step == steps else falling, "energy_j": joules})
     if log:
         run.metrics_path.write_text("".join(encode_line(line) + "\n" for line in lines))
     record = RunRecord(
@@ -138,6 +140,22 @@ def test_what_the_page_tells(runs, tmp_path):
     assert "has no 'train_ms', which x='seconds' needs" in words  # the imported one
     assert re.search(r"<b>model\.act</b> <del>&quot;gelu&quot;</del> <ins>&quot;relu2&quot;</ins>", text)
     assert "NVIDIA H200" in words
+
+
+def test_time_and_energy_to_the_target(runs, tmp_path):
+    """On the straight line between the two validations around it; quick's runs only, the others' tiles differ."""
+    page_of(runs, tmp_path / "r.html")
+    seconds = []
+    for seed in range(6):
+        (*_, before, last) = [x for x in RunDir(runs / f"quick{seed}").read_metrics() if x["kind"] == "val"]
+        points = [(x["loss"], x["train_ms"] / 1000) for x in (last, before)]
+        seconds.append(np.interp(3.28, *zip(*points, strict=True)))
+    quick = re.search(r'id="b1e1".*?</dl>', (tmp_path / "r.html").read_text(), re.DOTALL)[0]
+    tiles = dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", quick))
+    assert tiles["time to 3.28"] == f"{np.mean(seconds):.1f} s"
+    assert tiles["energy to 3.28"] == f"{np.mean(seconds) * 4.1:.3g} kJ"
+    assert tiles["mean power"] == "4,100 W"
+    assert "time to 3.28" not in re.search(r'id="b1e3".*?</dl>', (tmp_path / "r.html").read_text(), re.DOTALL)[0]
 
 
 def test_the_scripts_numbers_are_those_of_the_runs(runs, tmp_path):

@@ -1,6 +1,7 @@
 """The leaderboard: which runs are one entry, how entries are ranked, what is left out and said."""
 
 import dataclasses
+import shutil
 
 import pytest
 
@@ -117,6 +118,16 @@ def test_what_cannot_be_trusted_is_left_out_and_said(tmp_path):
     assert "no record yet" in reasons["going"]
 
 
+def test_a_copy_is_not_counted_twice(tmp_path):
+    """As where a race was published under records/ and is still in runs/."""
+    series(tmp_path / "runs", BELOW[:2], hash="a")
+    shutil.copytree(tmp_path / "runs", tmp_path / "records")
+    board = leaderboard([tmp_path / "runs", tmp_path / "records"])
+    assert len(board.boards[0].entries[0].results) == 2
+    copy, original = tmp_path / "records" / "a-1", tmp_path / "runs" / "a-1"
+    assert board.left_out[1] == (str(copy), f"{copy} is a copy of {original}")
+
+
 def test_a_record_without_its_run_is_listed(tmp_path):
     run = make(tmp_path / "records" / "r", 3.27)
     run.request_path.unlink()
@@ -147,3 +158,14 @@ def test_command(tmp_path, nanosprint, monkeypatch):
     assert "– slow (b): mean loss is above the target 3.28" in done.stdout
     assert "Ranked by mean training time" in done.stdout
     assert nanosprint("leaderboard", "nowhere").returncode == 2
+
+
+def test_a_narrow_terminal_gets_two_tables_and_no_broken_words(tmp_path, nanosprint, monkeypatch):
+    series(tmp_path / "runs", BELOW, hash="a")
+    for width, tables in ((200, 1), (80, 2)):
+        monkeypatch.setenv("COLUMNS", str(width))
+        lines = nanosprint("leaderboard").stdout.splitlines()
+        heads = [line.split() for line in lines if line.split()[:1] == ["rank"]]
+        assert len(heads) == tables
+        assert {"energy", "tokens", "devices", "commit"} <= {word for head in heads for word in head}
+        assert any("3.2715 ± 0.0013" in line for line in lines)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from nanosprint.results.metrics import (
     TornLine,
+    at_target,
     decode_line,
     effective_lines,
     encode_line,
@@ -158,3 +159,13 @@ def test_resume_voids_what_came_later():
     assert series(lines, "train", "loss") == {1: 1.0, 2: 2.0, 3: 3.0, 4: 40.0}
     assert series(lines, "val", "loss") == {}
     assert [line["step"] for line in effective_lines(lines, "train")] == [1, 2, 3, 4]
+
+
+def test_at_target_at_its_edges():
+    lines = [{"loss": 4.0, "t": 10, "e": 1.0}, {"loss": 3.0, "t": 20}, {"loss": 3.5, "t": 30}, {"loss": 2.0, "t": 40}]
+    assert at_target(lines, 3.5, "t") == 15
+    assert at_target(lines, 3.0, "t") == 20
+    assert at_target(lines, 2.9, "t") == pytest.approx(34)
+    assert at_target(lines, 4.5, "t") == 10  # below from the first: no earlier point to start a line from
+    assert at_target(lines, 1.9, "t") is None
+    assert at_target(lines, 3.5, "e") is None  # measured at one end only

@@ -8,6 +8,7 @@ import os
 import pytest
 
 from nanosprint.results import DataRecord, Mfu, RunDir, RunRecord, Series, ShardFile, check_metrics, metrics_sha256
+from nanosprint.results.record import mean_watts, tokens_per_kwh
 
 
 def record(**changes):
@@ -75,6 +76,8 @@ FIELDS_OF_THE_ISSUE = [
     "tokens_per_s",
     "mfu",
     "energy_j",
+    "mean_watts",
+    "tokens_per_kwh",
     "metrics_sha256",
     "series",
 ]
@@ -143,6 +146,12 @@ def test_energy_is_a_number_or_a_reason():
         record(energy_reason=None)
     with pytest.raises(ValueError, match=r"energy_j=1\.0 with"):
         record(energy_j=1.0)
+
+
+def test_power_follows_from_energy():
+    assert mean_watts(690.0 * 120, 120_000.0) == 690.0
+    assert tokens_per_kwh(83_000_000, 81_200.0) == pytest.approx(3.68e9, rel=1e-3)
+    assert mean_watts(None, 1.0) is mean_watts(5.0, 0.0) is tokens_per_kwh(9, None) is tokens_per_kwh(9, 0.0) is None
 
 
 def test_run_without_a_record(tmp_path):

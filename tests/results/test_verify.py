@@ -74,6 +74,8 @@ def write_run(path, loss, *, index=0, size=4, recipe=RECIPE, seed=None, series="
             "series": place,
             "created": "",
             "clock_graphs": 0,
+            "mean_watts": 1000 * 12.25 / ms,
+            "tokens_per_kwh": steps * batch * 3.6e6 / 12.25,
         }
         record = RunRecord(**{**values, **changes})
         log.event(OUTCOME, step=steps, record=outcome_of(to_dict(record)))
@@ -214,6 +216,8 @@ def test_any_edit_of_the_log_is_refused(claim):
         (("tokens_per_s",), 1e6, "clock"),
         (("clock_graphs",), 1, "clock"),
         (("clock_graphs",), None, "clock"),
+        (("mean_watts",), 5.0, "clock"),
+        (("tokens_per_kwh",), 1e9, "clock"),
         (("val_loss",), 3.2, "validation"),
         (("data", "val_tokens"), 2049, "validation"),
         (("data", "files", 1, "sha256"), "ce", "data"),
@@ -379,6 +383,14 @@ def test_an_empty_log(claim):
 def test_bad_options(claim, options, message):
     with pytest.raises(ValueError, match=message):
         verify([claim()], **options)
+
+
+def test_what_processes_said_beside_the_runs_is_no_run(claim):
+    folder = claim()
+    (folder / "run-0.log").write_text("step 1\n")
+    assert verify(sorted(folder.glob("run-*"))).accepted
+    with pytest.raises(ValueError, match="no run among them"):
+        verify([folder / "run-0.log"])
 
 
 def test_a_path_without_runs(tmp_path):

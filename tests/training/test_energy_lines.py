@@ -32,6 +32,9 @@ def test_which_lines_have_joules(train_tiny, tmp_path, monkeypatch, every_s, ste
     assert {line["step"] for line in lines if line["kind"] == "train" and "energy_j" in line} == steps_with_joules
     val = [line["energy_j"] for line in lines if line["kind"] == "val"]
     assert val[-1] == RunRecord.load(path).energy_j > 0
+    record = RunRecord.load(path)
+    assert record.mean_watts == pytest.approx(1000 * record.energy_j / record.train_ms)
+    assert record.tokens_per_kwh == pytest.approx(record.tokens / (record.energy_j / 3.6e6))
     measured = [line["energy_j"] for line in lines if "energy_j" in line]
     assert measured == sorted(measured)
     assert any(line.get("watts", 0) > 0 for line in lines)
@@ -41,6 +44,7 @@ def test_which_lines_have_joules(train_tiny, tmp_path, monkeypatch, every_s, ste
 def test_unmeasured_runs_say_why_there_is_no_axis_of_joules(train_tiny, tmp_path, monkeypatch):
     monkeypatch.setattr("nanosprint.training.api.open_meter", lambda device, gpus=(): EnergyMeter("no counter here"))
     path = train_tiny("run", "train.num_steps=2")
+    assert RunRecord.load(path).mean_watts is RunRecord.load(path).tokens_per_kwh is None
     assert not any("energy_j" in line or "watts" in line for line in RunDir(path).read_metrics())
     with pytest.raises(ValueError, match="x='joules' needs: no counter here"):
         plot_runs([path], tmp_path / "j.svg", "joules")

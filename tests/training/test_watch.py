@@ -71,6 +71,20 @@ def test_a_silent_process_is_named(gone, watches, capfd):
     assert capfd.readouterr().err.count(f"lost process {gone} on ") == 1
 
 
+def test_who_is_cut_off_ends_although_the_store_hangs(watches, monkeypatch, capfd):
+    """As behind a link that is down: a call of the store neither returns nor fails."""
+    group = watches(2)
+    (cut, other), silence = group.all, threading.Event()
+    other._beat()
+    monkeypatch.setattr(cut, "_beats", lambda ranks: silence.wait(20) and {})
+    cut.__enter__()
+    assert group.arrived.wait(15)
+    silence.set()
+    assert group.ended[0] == 1
+    assert "process 0 on " in (said := capfd.readouterr().err)
+    assert "is cut off: no answer from where the processes met for " in said
+
+
 def test_an_orderly_end_is_no_loss(watches):
     group = watches(2)
     with group.all[1]:

@@ -1,0 +1,97 @@
+"""The measurement of a whole host, small, with gloo in place of GPUs: what is launched, when, and what is kept."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import eight_gpus
+from benchmarks.eight_gpus import Job, differing, plan, words_for
+from nanosprint.results.record import RunRecord
+
+ROOT = Path(__file__).resolve().parents[1]
+SMALL = (
+    "model.dim=32", "model.num_heads=2", "model.num_layers=3", "model.vocab_size=512", "model.document_start=10",
+    "model.seq_len=96", "train.batch_tokens=768", "train.num_steps=9", "eval.batch_tokens=512", "eval.tokens=1000",
+    "precision.compute=fp32", "precision.orthogonalize=fp32", "data.tokenizer=bytes", "exec.attention=reference",
+)  # fmt: skip
+
+
+def call(*words):
+    command = [sys.executable, "-m", "benchmarks.eight_gpus", *map(str, words)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.slow
+def test_all_of_it_on_two_processes(tmp_path, tiny_data):
+    out = tmp_path / "out"
+    words = ["exec.device=cpu", "exec.compile=off", "exec.threads=1", *(f"record-third:{word}" for word in SMALL)]
+    words += ["--gpus", 2, "--steps-only", "tiny", "--data", tiny_data, "--runs", tmp_path / "runs", "--out", out]
+    words += ["--steps", 1, "--profile", 1]
+    left = call(*words, "--within", 0)
+    assert left.returncode == 1
+    assert left.stderr.count("left, call again") == 6
+    done = call(*words)
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (out / "record-third.jsonl").read_text().splitlines()]
+    stages = [(row["gpus"], row["stage"]) for row in rows if row["benchmark"] == "scaling"]
+    assert stages == [(gpus, f"stage {i}") for gpus in (2, 1) for i in range(3)]
+    trained = {row["gpus"]: row for row in rows if row["benchmark"] == "training"}
+    assert trained[2]["warm_start_s"] > 0
+    assert trained[2]["differing"] == []
+    assert trained[2]["val_loss"] == pytest.approx(trained[1]["val_loss"], abs=0.01)
+    assert RunRecord.load(out / "record-third-1337-2gpu.record.json").world_size == 2
+    table = (out / "scaling.md").read_text()
+    assert "At the end of training on 2 GPUs all parameters are the same bits on every rank." in table
+    assert table.count("| stage 2 | 2 |") == table.count("| middle | 2 |") == 1
+    assert table.strip() in done.stdout
+    again = call(*words, "--within", 0)
+    assert again.returncode == 0, again.stderr
+    assert again.stdout.count("done before") == 6
+
+
+def test_what_matters_most_comes_first():
+    jobs = plan(8, ["record-third", "fast"], ["gpt2"])
+    assert jobs[0] == Job("record-third", "training", 8)
+    assert len(set(jobs)) == len(jobs) == 16
+    assert {job.gpus for job in jobs[-6:]} == {4, 2}
+    assert {(job.recipe, job.kind, job.gpus) for job in jobs} >= {
+        (recipe, kind, gpus) for recipe in ("record-third", "fast") for kind in ("training", "steps") for gpus in (1, 8)
+    }
+    assert [job.gpus for job in plan(4, [], ["gpt2"])] == [4, 1, 2]
+
+
+def test_recipes_that_are_not_registered_are_not_asked_for():
+    args = eight_gpus.parser().parse_intermixed_args(["--out", "x"])
+    assert args.trained[0] == "record-third"
+    assert args.steps_only == ("gpt2",)
+    assert eight_gpus._registered(("fast of another world", "tiny")) == ("tiny",)
+
+
+def test_words_for_all_and_for_one():
+    words = ["exec.compile=off", "gpt2:train.lanes=4", "tiny:data.name=a:b", "train.lanes=2"]
+    assert words_for("gpt2", words) == ["exec.compile=off", "train.lanes=4", "train.lanes=2"]
+    assert words_for("tiny", words) == ["exec.compile=off", "data.name=a:b", "train.lanes=2"]
+    assert words_for("tiny", ["data.dir=C:x"]) == ["data.dir=C:x"]
+
+
+def test_parameters_that_differ_are_a_failure(tmp_path):
+    row = {"benchmark": "agreement", "recipe": "gpt2", "gpus": 8, "differing": ["head.weight"]}
+    (tmp_path / "gpt2.jsonl").write_text(json.dumps(row) + "\n" + json.dumps({**row, "differing": []}) + "\n")
+    assert differing(tmp_path) == ["gpt2 on 8: 1 parameters differ between processes"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--trained", "nonesuch", "--gpus", 2), "there is no recipe nonesuch"),
+        (("--trained", "tiny", "--steps-only", "none", "--gpus", 2, "train.num_stepz=3"), "num_stepz"),
+    ],
+)
+def test_mistakes(words, message, tmp_path):
+    done = call(*words, "--out", tmp_path / "out")
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert not list(tmp_path.rglob("*.jsonl"))
