@@ -5,9 +5,9 @@
 
 "add" copies a race to records/<date>_<name>: its plan, and of every run what `nanosprint verify` reads (request, log,
 record); weights and what processes said stay behind. The report and its page are then made anew, beside the copies.
-What tells of the machine but not of the run goes: folders before the data's and the program's name, and serial numbers
-of GPUs. The log's last line repeats the record, so both are written anew, checksum included; all else is kept to the
-byte. A run that failed is copied like the others: a series is published whole.
+What tells of the machine but not of the run goes: folders before the data's and the program's name and in messages, and
+serial numbers of GPUs. The log's last line repeats the record, so both are written anew, checksum included; all else is
+kept to the byte. A run that failed is copied like the others: a series is published whole.
 
 "pages" writes the table in records/README.md, and all ablations into docs/ablations.md, from every report.json.
 """
@@ -33,6 +33,7 @@ from nanosprint.results.record import OUTCOME, RunRecord, outcome_of
 from nanosprint.results.runs import RunDir
 
 RECORDS, INDEX, ABLATIONS = Path("records"), Path("records/README.md"), Path("docs/ablations.md")
+_FOLDERS = re.compile(rb"(?<![^\s\"'])/(?:[^/\s\"']+/)+(?=[^/\s\"']+)")  # of a path among words
 MARKS = ("<!-- made from report.json -->", "<!-- /made -->")
 NOTHING = "Nothing has been run yet."
 
@@ -77,9 +78,16 @@ def _copy(run: RunDir, to: RunDir) -> None:
     end = json.loads(last)
     if end.get("name") != OUTCOME:
         raise UserError(f"{run.metrics_path} does not end with the outcome: it cannot be verified")
-    to.metrics_path.write_bytes(b"".join(lines) + encode_line({**end, "record": outcome_of(raw)}).encode() + b"\n")
+    to.metrics_path.write_bytes(
+        b"".join(map(_without_folders, lines)) + encode_line({**end, "record": outcome_of(raw)}).encode() + b"\n"
+    )
     raw["metrics_sha256"] = metrics_sha256(to.metrics_path)
     atomic_write(to.record_path, json.dumps(raw, indent=2) + "\n")
+
+
+def _without_folders(line: bytes) -> bytes:
+    """A line of the log; if it is a message, with files that begin at the root by their names."""
+    return _FOLDERS.sub(b"", line) if b'"kind": "event"' in line else line
 
 
 def _last(path: str | None) -> str | None:

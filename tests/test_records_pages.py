@@ -49,19 +49,24 @@ def ablation(ablation_once, tmp_path):
     return shutil.copytree(ablation_once, tmp_path / "ablation")
 
 
-def give_serial_number(run):
-    """As a run on a GPU has it, sealed as the program does."""
+def tell_of_the_machine(run):
+    """A GPU's serial number and a message with a path, as a run on a GPU has them, sealed as the program does."""
     raw = json.loads(run.record_path.read_text())
     raw["devices"] = [{"name": "a GPU", "uuid": "GPU-1234"}]
     *lines, _ = run.metrics_path.read_text().splitlines(keepends=True)
     last = {"kind": "event", "name": "record", "step": raw["steps"], "record": records.outcome_of(raw)}
-    run.metrics_path.write_text("".join(lines) + json.dumps(last) + "\n")
+    said = {
+        "kind": "event",
+        "name": "attention",
+        "message": "fa2: 1.5 ms/step; measured before, /home/me/.cache/a.json",
+    }
+    run.metrics_path.write_text("".join([json.dumps(said) + "\n", *lines, json.dumps(last) + "\n"]))
     run.record_path.write_text(json.dumps({**raw, "metrics_sha256": records.metrics_sha256(run.metrics_path)}))
 
 
 def test_what_is_published_verifies_and_names_no_machine(ablation, tmp_path):
     for seed in (1, 2):
-        give_serial_number(RunDir(ablation / f"tiny-{seed}"))
+        tell_of_the_machine(RunDir(ablation / f"tiny-{seed}"))
     (ablation / "tiny-1" / "checkpoints").mkdir()
     folder = records.add(ablation, "tiny-one-out", tmp_path / "records")
     assert folder.name == f"{load_race(ablation).created[:10]}_tiny-one-out"
@@ -76,7 +81,9 @@ def test_what_is_published_verifies_and_names_no_machine(ablation, tmp_path):
         verdict = verify(sorted(folder.glob(f"{name}-?")), target=9.0, alpha=0.4)
         assert verdict.accepted, verdict.rules
     before, after = RunDir(ablation / "tiny-1"), RunDir(folder / "tiny-1")
-    assert after.metrics_path.read_bytes().splitlines()[:-1] == before.metrics_path.read_bytes().splitlines()[:-1]
+    (said, *log, _), (_, *log_before, _) = (run.metrics_path.read_text().splitlines() for run in (after, before))
+    assert "fa2: 1.5 ms/step; measured before, a.json" in said
+    assert log == log_before
     assert RunRecord.load(after).val_loss == RunRecord.load(before).val_loss
 
 

@@ -34,7 +34,7 @@ def fastest(needs: Needs, calls: Sequence[Call], *, cache: Path | None = None, b
     about = outcome.circumstances(needs, calls)
     path = None if cache is None else outcome.place(cache, about)
     found = None if path is None else outcome.load(path, about)
-    source = f"measured before, {path}"
+    source = f"measured before, {str(path).replace(str(Path.home()), '~', 1)}"
     if found is None:
         start, damaged = time.perf_counter(), path is not None and path.exists()
         found = _measured(needs, calls, budget_s)
