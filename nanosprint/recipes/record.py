@@ -449,7 +449,7 @@ def fast(parent: Recipe, dials: Dials) -> Recipe:
             fp8_projections=Fp8ProjectionSpec(),
         ),
     )
-    return recipe.with_num_steps(1100)
+    return recipe.with_num_steps(1050)
 
 
 def column(source: str, net: str, init: float = 0.0, width: int | None = None) -> Term:
