@@ -8,6 +8,8 @@ output projection. Techniques that a recipe leaves out cost nothing.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import reduce
+from operator import mul
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +20,7 @@ from nanosprint.config.wiring import Column, Gate, Scalar, Term
 from nanosprint.model.context import Context
 from nanosprint.model.fp8_projection import Fp8Projection
 from nanosprint.model.linear import init_linear, init_projection, linear
-from nanosprint.model.mixing import Columns, Mixture, NetLayouts, build_weight
+from nanosprint.model.mixing import Columns, Mixture, NetLayouts, ScalarWeight, build_weight
 from nanosprint.model.norm import FP32_EPS, rms_norm
 from nanosprint.model.roles import Role
 from nanosprint.model.rotary import Rotary
@@ -99,6 +101,7 @@ class SelfAttention(nn.Module):
             self.compose_mix, self.compose_add = (build_weight(w, layouts, config.num_heads) for w in weights)
         self.fp8_qkv: Fp8Projection | None = None
         self.fp8_out: Fp8Projection | None = None
+        self._number: tuple[ScalarWeight, ...] = ()  # at most one; in a tuple it is no module of this one
 
     def _build_matrices(self) -> None:
         D, H = self.config.dim, self.config.num_heads
@@ -150,8 +153,20 @@ class SelfAttention(nn.Module):
             y = without_own_value(y, own_v, self.xsa(sources, columns))
         if self.head_gate is not None:
             y = gated(y, self.head_gate(sources, columns))
-        out = self.out if self.out_scale is None else self.out_scale(sources, columns) * self.out
+        factor = self._out_factor()
+        out = self.out if factor is None else factor * self.out
         return _projected(self.fp8_out, y, out, self.out_bias)
+
+    def multiply_output_by(self, number: ScalarWeight) -> None:
+        """From now on multiply what comes out by a learned number, which is another module's parameter. No biases."""
+        assert self.out_bias is None
+        self._number = (number,)
+
+    def _out_factor(self) -> Tensor | None:
+        """What the output projection is multiplied by, 0-D; None for 1."""
+        own = () if self.out_scale is None else (self.out_scale,)
+        numbers = [number({}, {}) for number in (*own, *self._number)]  # Scalars, which read nothing
+        return reduce(mul, numbers) if numbers else None
 
     def train_in_fp8(self, spec: Fp8ProjectionSpec, gradient_scale: float) -> None:
         """From now on compute the projections' products in training in FP8, once `fp8_copies` have been made.
@@ -167,12 +182,9 @@ class SelfAttention(nn.Module):
 
     def fp8_copies(self, steps: int) -> list[Copy]:
         """What is to be quantised anew after every update, whatever their number."""
-        known = (self.fp8_qkv, self._qkv_parts(), self.qkv_scale), (self.fp8_out, (self.out,), self.out_scale)
-        return [
-            fp8.weight.copy_of(parts, None if scale is None else scale({}, {}))  # a Scalar, which reads nothing
-            for fp8, parts, scale in known
-            if fp8 is not None
-        ]
+        qkv_factor = None if self.qkv_scale is None else self.qkv_scale({}, {})  # a Scalar, which reads nothing
+        known = (self.fp8_qkv, self._qkv_parts(), qkv_factor), (self.fp8_out, (self.out,), self._out_factor())
+        return [fp8.weight.copy_of(parts, factor) for fp8, parts, factor in known if fp8 is not None]
 
     def new_cache(self, batch_size: int, capacity: int, dtype: torch.dtype) -> KVCache:
         """An empty cache for up to `capacity` tokens in each of `batch_size` rows."""

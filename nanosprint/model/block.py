@@ -34,10 +34,12 @@ class Block(nn.Module):
             self.mixer_norm = build_norm(config)
             self.mixer = build_mixer(config, spec.mixer, rotary, attend, stream_dtype, layouts)
             self.after_mixer = Mixture(spec.after_mixer, layouts)
+            _multiply_at_the_source(self.after_mixer, "mixer", self.mixer, config)
         if spec.mlp is not None:
             self.mlp_norm = build_norm(config)
             self.mlp = MLP(config, spec.mlp)
             self.after_mlp = Mixture(spec.after_mlp, layouts)
+            _multiply_at_the_source(self.after_mlp, "mlp", self.mlp, config)
 
     def forward(
         self,
@@ -65,3 +67,17 @@ class Block(nn.Module):
         if spec.tap is not None:
             sources[spec.tap] = sources["x"]
         return sources["x"]
+
+
+def _multiply_at_the_source(mixture: Mixture, name: str, maker: nn.Module, config: ModelConfig) -> None:
+    """Have a sub-layer's last matrix multiplied by the learned number of its output, where the output is a product.
+
+        w (y A^T) = y (w A)^T,   dL/dw = <y (dL/dout)^T, A>
+
+    D² numbers or four times as many are multiplied, not D a token; above all the backward pass needs neither the output
+    again, for the number's gradient, nor a second copy of the stream's gradient, times the number: two of the stream's
+    size that are kept or written, and read, for each sub-layer.
+    """
+    number = None if config.bias else mixture.hand_over(name)
+    if number is not None:
+        maker.multiply_output_by(number)

@@ -163,17 +163,33 @@ def scaled(weight: Tensor | float, source_BSD: Tensor, width: int = 1) -> Tensor
 
 
 class Mixture(nn.Module):
-    """The sum of `weight * source` over the terms of a recipe, (B, S, D). A term of weight 1 is the source itself."""
+    """The sum of `weight * source` over the terms of a recipe, (B, S, D). A term of weight 1 is the source itself.
+
+    Where whoever makes a source multiplies it, too (`hand_over`), the sum adds it as it comes.
+    """
 
     def __init__(self, terms: Sequence[Term], layouts: NetLayouts, width: int = 1) -> None:
         super().__init__()
         assert terms, "a sum without terms has no shape"
         self.names, self.width = [term.source for term in terms], width
+        self._handed_over: set[str] = set()
         self.weights = nn.ModuleList(build_weight(term.weight, layouts, width) for term in terms)
 
     def forward(self, sources: Sources, columns: Mapping[str, Columns]) -> Tensor:
         parts = [
-            scaled(weight(sources, columns), sources[name], self.width)
+            sources[name] if name in self._handed_over else scaled(weight(sources, columns), sources[name], self.width)
             for name, weight in zip(self.names, self.weights, strict=True)
         ]
         return reduce(torch.add, parts)
+
+    def hand_over(self, source: str) -> ScalarWeight | None:
+        """The one learned number that multiplies `source`: from now on an affair of whoever makes the source.
+
+        None, and nothing changes, where the weight is another or the sum names the source more than once. The number
+        stays a parameter of the sum.
+        """
+        weights = [weight for name, weight in zip(self.names, self.weights, strict=True) if name == source]
+        if len(weights) != 1 or not isinstance(weights[0], ScalarWeight):
+            return None
+        self._handed_over.add(source)
+        return weights[0]

@@ -10,6 +10,7 @@ from nanosprint.config.model import MLPSpec, ModelConfig
 from nanosprint.config.recipe import Fp8MLPSpec
 from nanosprint.model.fp8_mlp import Fp8MLP
 from nanosprint.model.linear import init_linear, init_projection, linear
+from nanosprint.model.mixing import ScalarWeight
 from nanosprint.model.roles import Role
 from nanosprint.ops.fp8_copies import Copy
 from nanosprint.ops.linear_relu2 import relu2_mlp
@@ -48,6 +49,7 @@ class MLP(nn.Module):
         self.down_bias = nn.Parameter(torch.zeros(config.dim)) if config.bias else None
         self.fp8: Fp8MLP | None = None
         self.fused = False
+        self._number: tuple[ScalarWeight, ...] = ()  # at most one; in a tuple it is no module of this one
 
     def init_weights(self, generator: torch.Generator) -> None:
         init_linear(self.up, self.config.init, generator)
@@ -60,16 +62,29 @@ class MLP(nn.Module):
 
     def fp8_copies(self, steps: int) -> list[Copy]:
         """What is to be quantised anew after `steps` updates."""
-        return [] if self.fp8 is None else self.fp8.copies_of(self.up, self.down, steps)
+        return [] if self.fp8 is None else self.fp8.copies_of(self.up, self._last_matrix(), steps)
 
     def fuse(self) -> None:
         """From now on compute by the one operator of `ops.linear_relu2`, if it computes what the recipe asks for."""
         self.fused = self.activation is relu2 and self.up_bias is None
 
+    def multiply_output_by(self, number: ScalarWeight) -> None:
+        """From now on multiply what comes out by a learned number, which is another module's parameter. No biases."""
+        assert self.down_bias is None
+        self._number = (number,)
+
     def forward(self, x_BSD: Tensor) -> Tensor:
+        down = self._last_matrix()
         if self.fp8 is not None and torch.is_grad_enabled():
-            return self.fp8(x_BSD, self.up, self.down)
+            return self.fp8(x_BSD, self.up, down)
         if self.fused:
-            return relu2_mlp(x_BSD, self.up, self.down, in_out=self.in_out)
+            return relu2_mlp(x_BSD, self.up, down, in_out=self.in_out)
         post = self.activation(linear(x_BSD, self.up, self.up_bias))
-        return linear(post, self.down.T if self.in_out else self.down, self.down_bias)
+        return linear(post, down.T if self.in_out else down, self.down_bias)
+
+    def _last_matrix(self) -> Tensor:
+        """`down`, times the number that multiplies the output."""
+        matrix: Tensor = self.down
+        for number in self._number:
+            matrix = number({}, {}) * matrix
+        return matrix

@@ -53,9 +53,10 @@ def test_scales_multiply_weights_and_not_activations(monkeypatch):
 
     monkeypatch.setattr(attention, "linear", linear)
     model.hidden(torch.zeros(1, 16, dtype=torch.int64), Context(short=6, long=13))
-    mixers = [layer.mixer for layer in model.layers if hasattr(layer, "mixer") and layer.mixer is not None]
     wanted = []
-    for m in mixers:
-        wanted += [m.qkv_scale.value * torch.cat([m.qk, m.v]), m.out_scale.value * m.out]
+    for layer in (layer for layer in model.layers if getattr(layer, "mixer", None) is not None):
+        m, weight = layer.mixer, layer.after_mixer.weights[1]  # of the mixer's output; in the last layer a column
+        number = weight.value if hasattr(weight, "value") else torch.ones(())
+        wanted += [m.qkv_scale.value * torch.cat([m.qk, m.v]), m.out_scale.value * number * m.out]
     assert len(seen) == len(wanted) == 20
     assert all(torch.equal(a, b) for a, b in zip(seen, wanted, strict=True))

@@ -3,6 +3,8 @@
 Mixers, MLPs and gate nets are taken as they are (they have tests of their own); everything between them is written out.
 """
 
+import copy
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -49,6 +51,11 @@ def record_hidden(model, ids):
     def w(mixture):
         return [weight(known, columns) for weight in mixture.weights]
 
+    def bare(maker):  # without the number of the sum that its output goes into, which is written out below
+        other = copy.copy(maker)
+        other._number = ()
+        return other
+
     look("pre", x0)
     x = c0 = x0 + w(model.input)[1] * b
     known |= {"c0": c0}
@@ -64,7 +71,7 @@ def record_hidden(model, ids):
             x = (1 + m5) * x + m3 * c0 + m4 * known["c7"]
         if i != 6:
             n = rms(known["c7"] if i >= 8 else x)
-            a = layer.mixer(n, NO_CONTEXT, {**known, "n": n}, columns)
+            a = bare(layer.mixer)(n, NO_CONTEXT, {**known, "n": n}, columns)
             if i == 10:
                 m8, m9, m10, m11 = w(layer.after_mixer)
                 x = m8 * x + m9 * a + m10 * c0 + m11 * b
@@ -75,7 +82,7 @@ def record_hidden(model, ids):
                 for weight in beta:
                     x = x + weight * b
         rho, pi = w(layer.after_mlp)
-        x = rho * x + pi * layer.mlp(rms(x))
+        x = rho * x + pi * bare(layer.mlp)(rms(x))
         if i in (3, 7):
             known[f"c{i}"] = x
     look("mudd_out", x)
