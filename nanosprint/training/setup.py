@@ -268,6 +268,10 @@ def compiled(model: GPT, execution: Execution, backend: Callable[..., Any] | Non
     # The gradients' half is compiled with the other and not at its first call: whoever runs neither compiles both.
     torch._functorch.config.force_non_lazy_backward_lowering = True
     _keep_activations(execution)
+    if execution.device == "cuda":
+        from nanosprint.training.row_kernels import hold_rows_in_registers  # imports the compiler: a second
+
+        hold_rows_in_registers()
     mode = None if execution.compile == "default" else execution.compile
     options: dict[str, Any] = {"mode": mode} if backend is None else {"backend": backend}
     graphs = torch.compile(model.loss_sum, dynamic=False, fullgraph=True, **options)
