@@ -34,3 +34,19 @@ def test_values_of_zero_and_rounding():
     assert torch.equal(out, y)
     assert out.dtype == torch.bfloat16
     assert v.grad.isfinite().all()
+
+
+def test_gradients_where_values_are_next_to_nothing():
+    """Below the smallest square the length is a constant."""
+    y, v = (torch.randn(1, 2, 2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(s)) for s in (0, 1))
+    v[0, 0] *= 1e-6
+    tensors = [t.requires_grad_() for t in (y, v, torch.full((1, 2, 2), 0.7, dtype=torch.float64))]
+    assert torch.autograd.gradcheck(without_own_value, tensors, eps=1e-9, atol=1e-6, rtol=1e-4)
+
+
+def test_keeps_outputs_and_values_in_their_own_dtype():
+    y, v = torch.randn(2, 1, 4, 3, 8).bfloat16().requires_grad_()
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        without_own_value(y, v, torch.ones(1, 4, 3, requires_grad=True))
+    assert [t.dtype for t in kept if t.shape == y.shape] == [torch.bfloat16] * 2
