@@ -1,12 +1,14 @@
 """One layer: what its spec says of sums, mixer and MLP, around a residual stream."""
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 
 from nanosprint.config.model import LayerSpec, ModelConfig
 from nanosprint.model.context import Context
 from nanosprint.model.mixer import Cache, build_mixer
-from nanosprint.model.mixing import Columns, Mixture, NetLayouts
+from nanosprint.model.mixing import Columns, Maker, Mixture, NetLayouts
 from nanosprint.model.mlp import MLP
 from nanosprint.model.norm import build_norm
 from nanosprint.model.rotary import Rotary
@@ -80,4 +82,4 @@ def _multiply_at_the_source(mixture: Mixture, name: str, maker: nn.Module, confi
     """
     number = None if config.bias else mixture.hand_over(name)
     if number is not None:
-        maker.multiply_output_by(number)
+        cast(Maker, maker).multiply_output_by(number)

@@ -22,7 +22,7 @@ class Cache(Protocol):
 class Mixer(Protocol):
     """n (B, S, D), the normed stream -> (B, S, D), over whole packed rows or, with a cache, what follows it.
 
-    A mixer may read `sources` and `columns`; it adds nothing to them that a sum could name.
+    A mixer may read `sources` and `columns`; it adds nothing to them that a sum could name. It is a `mixing.Maker`.
     """
 
     def __call__(

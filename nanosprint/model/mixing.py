@@ -17,7 +17,7 @@ norm (#40, "backout"); learned scales of stream and sub-layer; and with computed
 from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
 from operator import mul
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -160,6 +160,14 @@ def scaled(weight: Tensor | float, source_BSD: Tensor, width: int = 1) -> Tensor
     if width == 1 or weight.ndim == 0:
         return weight * source_BSD
     return (weight.unsqueeze(-1) * source_BSD.unflatten(-1, (width, -1))).flatten(-2)
+
+
+class Maker(Protocol):
+    """What makes a source by a product at its end, as mixers and MLPs do."""
+
+    def multiply_output_by(self, number: ScalarWeight) -> None:
+        """From now on multiply what comes out by a learned number, which is another module's parameter."""
+        ...
 
 
 class Mixture(nn.Module):

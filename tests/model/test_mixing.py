@@ -100,3 +100,31 @@ def test_a_mixture_sums_its_terms_and_every_weight_learns():
     got.square().sum().backward()
     assert all(float(p.grad.abs().max()) > 0 for p in mix.parameters())
     assert len(list(mix.parameters())) == 2
+
+
+def test_a_number_is_handed_over_to_whoever_makes_the_source():
+    scalar = Scalar(init=3.0, role="post")
+    mix = Mixture(
+        [Term(source="x", weight=Scalar(init=2.0, role="residual")), Term(source="mlp", weight=scalar)], no_nets()
+    )
+    sources = {"x": randn(B, S, D), "mlp": randn(B, S, D, seed=1)}
+    names = [name for name, _ in mix.named_parameters()]
+    number = mix.hand_over("mlp")
+    assert number({}, {}).item() == 3.0
+    torch.testing.assert_close(mix(sources, {}), 2 * sources["x"] + sources["mlp"])
+    assert [name for name, _ in mix.named_parameters()] == names  # it stays a parameter of the sum
+
+
+@pytest.mark.parametrize(
+    "terms",
+    [
+        [Term(source="mlp")],
+        [Term(source="mlp", weight=Gate(reads=(Read(source="mlp", dims=2),), role="gate"))],
+        [Term(source="mlp", weight=Scalar(init=3.0, role="a")), Term(source="mlp", weight=Scalar(init=2.0, role="a"))],
+    ],
+)
+def test_any_other_weight_stays_with_the_sum(terms):
+    mix, untouched, sources = Mixture(terms, no_nets()), Mixture(terms, no_nets()), {"mlp": randn(B, S, D).float()}
+    assert mix.hand_over("mlp") is None
+    assert mix.hand_over("x") is None
+    assert torch.equal(mix(sources, {}), untouched(sources, {}))

@@ -27,6 +27,7 @@ from nanosprint.config.model import BigramSpec
 from nanosprint.model.roles import Role
 from nanosprint.model.techniques.hashing import scramble, spread, take_up
 from nanosprint.ops.embedding import lookup, rows_of
+from nanosprint.ops.signed_rows import signed_lookup
 
 _OWN, _BEFORE = 36313, 27191
 
@@ -101,7 +102,8 @@ class BigramTable(nn.Module):
 
     def forward(self, tokens_BS: Tensor, dtype: torch.dtype) -> Tensor:
         rows, signs = self.places(tokens_BS)
-        x = lookup(self.weight, rows_of(rows), dtype)
-        if self.signs is not None and signs is not None:
-            x = x * F.embedding(signs, self.signs).to(dtype)
+        if self.signs is None or signs is None:
+            x = lookup(self.weight, rows_of(rows), dtype)
+        else:
+            x = signed_lookup(self.weight, rows_of(rows), self.signs, signs, dtype)
         return x if rows.ndim == 2 else x.sum(0)  # orders stand first: a compiler adds few of them within one kernel
