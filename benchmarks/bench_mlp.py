@@ -8,9 +8,10 @@ Each of the first four: cuBLAS and what the compiler makes of the rest, cuBLAS a
 the tiles in `tuning`. Then forward and backward of the whole MLP with fp32 weights, compiled. Last the renewal of the
 FP8 copies of 11 layers; "host" is the time until it is launched.
 
-`--sweep` times every candidate of `tuning.RELU2_CANDIDATES` instead; one that does not fit or computes something else
-is reported. The floor is the larger of operations at 1,500 TFLOP/s (FP8) or the bf16 rate measured on the same card,
-and of bytes at the rate of a copy. Name what wins in `tuning` (`FUSED_RELU2`, `RESIDENT_RELU2`).
+`--sweep` times every candidate of `tuning.RELU2_CANDIDATES`, of both kernels, instead; one that does not fit or
+computes something else is reported. The floor is the larger of operations at 1,500 TFLOP/s (FP8) or the bf16 rate
+measured on the same card, and of bytes at the rate of a copy. Name what wins in `tuning` (`RELU2_TILES`,
+`RELU2_RESIDENT`, and which kinds are computed so).
 Device times: median of 15.
 """
 
@@ -134,9 +135,8 @@ def bench_parts(rows, tokens, roofs, kinds, sweep):
             report(rows, f"{kind}, cuBLAS + compiler", tokens, part.by_compiler, part.flops, part.floor)
         report(rows, f"{kind}, cuBLAS + our pass", tokens, part.by_pass, part.flops, part.floor)
         fp8 = kind.endswith("8")
-        tiles = tuning.RELU2_CANDIDATES["fp8" if fp8 else "bf16"] if sweep else (tuning.RELU2_TILES[kind],)
-        tiles += (tuning.RELU2_RESIDENT[kind],)
-        for tile in tiles:
+        named = (tuning.RELU2_TILES[kind], tuning.RELU2_RESIDENT[kind])
+        for tile in tuning.RELU2_CANDIDATES["fp8" if fp8 else "bf16"] if sweep else named:
             report_tile(rows, part, tokens, tile)
 
 

@@ -62,11 +62,8 @@ def _relu2(pre):
 
 @triton.jit
 def _codes(x, inverse, LIMIT: tl.constexpr, DTYPE: tl.constexpr):
-    """As `ops.fp8.quantize`. LIMIT 0: the conversion clamps."""
-    code = x.to(tl.float32) * inverse
-    if LIMIT > 0:
-        code = tl.clamp(code, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
-    return code.to(DTYPE)
+    """As `ops.fp8.quantize`."""
+    return tl.clamp(x.to(tl.float32) * inverse, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL).to(DTYPE)
 
 
 @triton.jit
@@ -108,9 +105,9 @@ def _relu2_product_kernel(
     N: tl.constexpr, K: tl.constexpr, LIMIT: tl.constexpr, DTYPE: tl.constexpr, DTYPE8: tl.constexpr,
     SCALED: tl.constexpr, BACKWARD: tl.constexpr, EMIT: tl.constexpr, PEAK: tl.constexpr, TURN: tl.constexpr,
     TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr,
-    EARLY: tl.constexpr, FLATTEN: tl.constexpr, BLOCKS: tl.constexpr, PEAKS: tl.constexpr,
+    FLATTEN: tl.constexpr, BLOCKS: tl.constexpr, PEAKS: tl.constexpr,
 ):  # fmt: skip
-    """TURN: B is (K, N) in memory. EARLY: POST is read before the product, into registers."""
+    """TURN: B is (K, N) in memory."""
     PART: tl.constexpr = BLOCK_N // PARTS
     tiles_n: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     tiles = tl.cdiv(T, BLOCK_M) * tiles_n
@@ -121,11 +118,6 @@ def _relu2_product_kernel(
     for tile in tl.range(tl.program_id(0), tiles, BLOCKS, flatten=FLATTEN):
         row, col = tile // tiles_n * BLOCK_M, tile % tiles_n * BLOCK_N
         total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        post, second = None, None
-        if BACKWARD and EARLY:
-            post = _read(POST, row, col, T, N, TMA, BLOCK_M, PART)
-            if PARTS == 2:
-                second = _read(POST, row, col + PART, T, N, TMA, BLOCK_M, PART)
         for k in range(0, K, BLOCK_K):
             a = _read(A, row, k, T, K, TMA, BLOCK_M, BLOCK_K)
             if TURN:
@@ -139,14 +131,15 @@ def _relu2_product_kernel(
         left = total
         if PARTS == 2:
             left, right = total.reshape(BLOCK_M, 2, PART).permute(0, 2, 1).split()
-        if BACKWARD and not EARLY:
+        post = None
+        if BACKWARD:
             post = _read(POST, row, col, T, N, TMA, BLOCK_M, PART)
         peak = _finish(left, post, row, col, peak, inverse, OUT, OUT8, T, N, LIMIT, DTYPE, DTYPE8,
                        BACKWARD, EMIT, TMA, BLOCK_M, PART)  # fmt: skip
         if PARTS == 2:
-            if BACKWARD and not EARLY:
-                second = _read(POST, row, col + PART, T, N, TMA, BLOCK_M, PART)
-            peak = _finish(right, second, row, col + PART, peak, inverse, OUT, OUT8, T, N, LIMIT, DTYPE, DTYPE8,
+            if BACKWARD:
+                post = _read(POST, row, col + PART, T, N, TMA, BLOCK_M, PART)
+            peak = _finish(right, post, row, col + PART, peak, inverse, OUT, OUT8, T, N, LIMIT, DTYPE, DTYPE8,
                            BACKWARD, EMIT, TMA, BLOCK_M, PART)  # fmt: skip
     if PEAK:
         _write_peak(peaks, peak, BLOCKS, PEAKS)
@@ -205,10 +198,10 @@ def relu2_product(
     with torch.cuda.device_of(out):
         _relu2_product_kernel[(blocks,)](
             left, right, _tiles(post, part, tma), _tiles(out, part, tma), _tiles(out8, part, tma), peaks,
-            a_scale, b_scale, out_scale, T, N, K, _limit(out8) if tile.clamp else 0.0, FLOATS[out.dtype], _dtype8(out8),
+            a_scale, b_scale, out_scale, T, N, K, _limit(out8), FLOATS[out.dtype], _dtype8(out8),
             SCALED=scales is not None, BACKWARD=post is not None, EMIT=out8 is not None, PEAK=peaks is not None,
             TURN=turned, TMA=tma, BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=tile.k, PARTS=tile.parts,
-            EARLY=tile.early, FLATTEN=tile.flatten, BLOCKS=blocks, PEAKS=RELU2_PEAKS, num_stages=tile.stages,
+            FLATTEN=tile.flatten, BLOCKS=blocks, PEAKS=RELU2_PEAKS, num_stages=tile.stages,
             num_warps=tile.warps,
         )  # fmt: skip
 

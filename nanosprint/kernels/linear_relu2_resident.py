@@ -135,9 +135,9 @@ def _multiply(rows_A, rows_B, full, free, ready, mine, others, phase, count):
 def _take_turns(
     rows_A, rows_B, full, free, ready, order, POST, OUT, OUT8, peaks, a_scale, b_scale, out_scale, T, WHO: gl.constexpr,
     COLS: gl.constexpr, GROUPS: gl.constexpr, PEAKS: gl.constexpr, SCALED: gl.constexpr, BACKWARD: gl.constexpr,
-    EMIT: gl.constexpr, PEAK: gl.constexpr, EARLY: gl.constexpr, DTYPE8: gl.constexpr,
+    EMIT: gl.constexpr, PEAK: gl.constexpr, DTYPE8: gl.constexpr,
 ):  # fmt: skip
-    """Four warps: every other tile of the block. EARLY: read a tile of POST before the products."""
+    """Four warps: every other tile of the block. A tile of POST is read before the products: its way is hidden, too."""
     STEPS: gl.constexpr = rows_B.shape[0]
     COLUMNS: gl.constexpr = rows_B.shape[1] * 32
     N: gl.constexpr = COLS * COLUMNS
@@ -155,7 +155,7 @@ def _take_turns(
         begin = (group + turn * GROUPS) * ROWS
         begin_at = begin.to(gl.int64) * N + base
         inside = (row < T - begin)[:, None]
-        if BACKWARD and EARLY:
+        if BACKWARD:
             post = gl.load(POST + begin_at + at, mask=inside, other=0.0)
         phase = (turn // 2 & 1) ^ (1 - WHO)  # of the one whose first turn it is, that before the first is over
         total = _multiply(
@@ -164,8 +164,6 @@ def _take_turns(
         total = total.reshape([ROWS, COLUMNS // 32, 4, 4, 2]).permute([0, 1, 3, 2, 4]).reshape([ROWS, COLUMNS])
         total = gl.convert_layout(total, layout) * scale
         if BACKWARD:
-            if not EARLY:
-                post = gl.load(POST + begin_at + at, mask=inside, other=0.0)
             result = (2.0 * gl.sqrt(post.to(gl.float32)) * total).to(OUT.dtype.element_ty)
         else:
             root = larger(total.to(OUT.dtype.element_ty).to(gl.float32), 0.0)
@@ -186,7 +184,7 @@ def _take_turns(
 def _relu2_resident_kernel(
     A, B, X, POST, OUT, OUT8, peaks, a_scale, b_scale, out_scale, T, K: gl.constexpr, COLS: gl.constexpr,
     GROUPS: gl.constexpr, STAGES: gl.constexpr, PEAKS: gl.constexpr, SCALED: gl.constexpr, BACKWARD: gl.constexpr,
-    EMIT: gl.constexpr, PEAK: gl.constexpr, EARLY: gl.constexpr, AHEAD: gl.constexpr, DTYPE8: gl.constexpr,
+    EMIT: gl.constexpr, PEAK: gl.constexpr, AHEAD: gl.constexpr, DTYPE8: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):  # fmt: skip
     BLOCK_K: gl.constexpr = A.block_shape[1]
@@ -208,9 +206,9 @@ def _relu2_resident_kernel(
     gl.warp_specialize(
         [
             (_take_turns, (rows_A, rows_B, full, free, ready, order, POST, OUT, OUT8, peaks, a_scale, b_scale,
-                           out_scale, T, 0, COLS, GROUPS, PEAKS, SCALED, BACKWARD, EMIT, PEAK, EARLY, DTYPE8)),
+                           out_scale, T, 0, COLS, GROUPS, PEAKS, SCALED, BACKWARD, EMIT, PEAK, DTYPE8)),
             (_take_turns, (rows_A, rows_B, full, free, ready, order, POST, OUT, OUT8, peaks, a_scale, b_scale,
-                           out_scale, T, 1, COLS, GROUPS, PEAKS, SCALED, BACKWARD, EMIT, PEAK, EARLY, DTYPE8)),
+                           out_scale, T, 1, COLS, GROUPS, PEAKS, SCALED, BACKWARD, EMIT, PEAK, DTYPE8)),
             (_fetch, (A, B, X, rows_A, rows_B, full, free, ready, T, COLS, GROUPS, AHEAD)),
         ],
         [4, 1],
@@ -243,7 +241,7 @@ def relu2_resident(
         _relu2_resident_kernel[(columns * groups,)](
             rows, weights, A, post, out, out8, peaks, a_scale, b_scale, out_scale, T, K, COLS=columns, GROUPS=groups,
             STAGES=tile.stages, PEAKS=RELU2_PEAKS, SCALED=scales is not None, BACKWARD=post is not None,
-            EMIT=out8 is not None, PEAK=peaks is not None, EARLY=tile.early, AHEAD=tile.ahead,
+            EMIT=out8 is not None, PEAK=peaks is not None, AHEAD=tile.ahead,
             DTYPE8=None if out8 is None else FLOATS[out8.dtype], REGISTERS=tile.registers, num_warps=4,
         )  # fmt: skip
 

@@ -56,8 +56,7 @@ class Tile(NamedTuple):
 class Persistent(NamedTuple):
     """The same for blocks that stay, `blocks` of them on a multiprocessor, and take tile after tile.
 
-    Results leave a tile in `parts` (1 or 2) column parts. `flatten`: one loop over tiles and the summed axis. `clamp`:
-    codes are clamped before they are converted, which clamps, too. `early`: as in `Resident`.
+    Results leave a tile in `parts` (1 or 2) column parts. `flatten`: one loop over tiles and the summed axis.
     """
 
     m: int
@@ -68,24 +67,20 @@ class Persistent(NamedTuple):
     blocks: int = 1
     parts: int = 2
     flatten: bool = True
-    clamp: bool = True
-    early: bool = False
 
 
 class Resident(NamedTuple):
     """For blocks that keep `columns` rows of the weights, with all of the summed axis, while the other operand passes.
 
     It passes in pieces of `k`, `stages` ahead. registers: of a thread of the second group that computes; the first has
-    what is left of 504. early: what a gradient is multiplied with is read before the product, into registers. ahead:
-    how many tiles beforehand L2 is told to fetch what passes; 0 not at all.
+    what is left of 504. ahead: how many tiles beforehand L2 is told to fetch what passes; 0 not at all.
     """
 
     columns: int
     k: int
     stages: int
     registers: int = 232
-    early: bool = True
-    ahead: int = 0
+    ahead: int = 2
 
     def fits(self, weights: tuple[int, int], size: int) -> bool:
         """Whether weights of that shape, `size` bytes a number, can be held so: pieces are 128 bytes wide."""
@@ -210,34 +205,33 @@ RELU2_TILES = {
 # written for.
 RESIDENT_RELU2 = frozenset(("up", "dpre", "up8", "dpre8"))
 RELU2_RESIDENT = {
-    "up": Resident(128, 64, 4, ahead=2),
-    "dpre": Resident(128, 64, 4, ahead=2),
-    "up8": Resident(256, 128, 4, ahead=2),
-    "dpre8": Resident(256, 128, 4, ahead=2),
+    "up": Resident(128, 64, 4),
+    "dpre": Resident(128, 64, 4),
+    "up8": Resident(256, 128, 4),
+    "dpre8": Resident(256, 128, 4),
 }
 GLUON = ("3.6.",)  # it is experimental: names and arguments change with every release
 _RELU2_DEFAULT = Persistent(64, 64, 64, 3, 4)  # fits every card since Ampere
 RELU2_PASS = (2048, 4)  # elements at a time, warps of a block: not measured yet
 RELU2_PEAKS = 1024  # slots for the blocks' maxima, and so the most blocks
-RELU2_CANDIDATES = {  # tiles for the benchmark to try; the first of each kind is good on an H100 (records #59, #84)
+RELU2_CANDIDATES: dict[str, tuple[Persistent | Resident, ...]] = {  # for `bench_mlp --sweep`
     "bf16": (
+        Resident(128, 64, 4),
+        Resident(128, 64, 4, ahead=0),
         Persistent(128, 256, 64, 4, 8),
         Persistent(128, 256, 64, 3, 8),
-        Persistent(128, 256, 64, 3, 8, flatten=False),
-        Persistent(128, 128, 64, 5, 8),
+        Persistent(256, 128, 64, 4, 8),
         Persistent(128, 128, 64, 3, 4, blocks=2, flatten=False),
-        Persistent(128, 128, 64, 2, 4, blocks=2),
-        Persistent(256, 128, 64, 3, 8),
     ),
     "fp8": (
+        Resident(256, 128, 4),
+        Resident(256, 128, 4, 240),
+        Resident(256, 128, 4, ahead=0),
+        Resident(256, 128, 3),
         Persistent(128, 256, 128, 3, 8),
-        Persistent(128, 256, 128, 3, 8, flatten=False),
         Persistent(128, 256, 64, 6, 8),
-        Persistent(128, 128, 128, 4, 8),
-        Persistent(128, 128, 64, 4, 4, blocks=2),
-        Persistent(128, 128, 64, 4, 4, blocks=2, flatten=False),
-        Persistent(128, 128, 128, 2, 4, blocks=2, flatten=False),
         Persistent(256, 128, 128, 3, 8),
+        Persistent(128, 128, 64, 4, 4, blocks=2, flatten=False),
     ),
 }
 

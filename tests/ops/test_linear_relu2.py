@@ -224,7 +224,7 @@ def interpreted():
     tiles = (
         Persistent(16, 32, 16, 1, 1),
         Persistent(16, 16, 16, 1, 1, parts=1, blocks=2, flatten=False),
-        Persistent(16, 32, 16, 1, 1, flatten=False, early=True),
+        Persistent(16, 32, 16, 1, 1, flatten=False),
     )
     scales, code_scale = (torch.tensor(2.0), torch.tensor(0.25)), torch.tensor(2e-5)
 
