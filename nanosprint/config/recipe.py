@@ -82,12 +82,14 @@ class Fp8MLPSpec:
     """Which products of the MLP are in FP8 in training, and how far delayed scales look ahead.
 
     The first forward product is; the second with `down`; with `backward` those that lead to the gradients of hidden
-    units and input, too. `input` "dynamic" scales the input by its largest value, "static" by the largest that a vector
-    of RMS 1 can have, which needs no look at it. (Speedrun records #84 and #89; `backward`: its pull request 344.)
+    units and input, too; with `weights`, which needs both of these, those of the weights, and then all are. `input`
+    "dynamic" scales the input by its largest value, "static" by the largest that a vector of RMS 1 can have, which
+    needs no look at it. (Speedrun records #84 and #89; `backward`: its pull request 344.)
     """
 
     down: bool = True
     backward: bool = False
+    weights: bool = False
     input: Literal["dynamic", "static"] = "dynamic"
     activation_headroom: float = 1.80
     weight_headroom: float = 1.12
@@ -470,6 +472,10 @@ class Recipe:
             if self.model.bias or any(mlp.activation != "relu2" for mlp in mlps):
                 raise ValueError(
                     "precision.fp8_mlp is for MLPs of activation relu2 without model.bias: set precision.fp8_mlp=none"
+                )
+            if precision.fp8_mlp.weights and not (precision.fp8_mlp.down and precision.fp8_mlp.backward):
+                raise ValueError(
+                    "precision.fp8_mlp.weights=true takes codes from all other products: set down=true, backward=true"
                 )
             if precision.fp8_mlp.input == "static" and self.model.norm != "rms":
                 raise ValueError(

@@ -54,6 +54,29 @@ def store_layout(columns):
     )
 
 
+@gluon.constexpr_function
+def turned_layout(columns, step):
+    """From `store_layout`, step 0, to 16 neighbouring rows in a thread, step 3, all within a warp.
+
+    In each step four neighbouring codes, which fill a register, stay together, and one bit of the lane changes places
+    with one of the register: a shuffle of every other register.
+    """
+    far = [[0, 32 << i] for i in range((columns // 32).bit_length() - 1)]
+    c1, c2, c4, r1, r2, r4, r8 = [0, 1], [0, 2], [0, 4], [1, 0], [2, 0], [4, 0], [8, 0]
+    regs, lanes = (
+        ([c1, c2, r1, r8], [c4, r2, r4]),
+        ([c1, r1, r2, r8], [c4, c2, r4]),
+        ([r1, r2, r4, r8], [c4, c2, c1]),
+    )[step]
+    return gl.DistributedLinearLayout(
+        reg_bases=[*regs, *far],
+        lane_bases=[[0, 8], [0, 16], *lanes],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[64, columns],
+    )
+
+
 @gluon.jit
 def _announce(X, tile, T, COLS: gl.constexpr, K: gl.constexpr):
     """Have L2 fetch this block's share of a tile of X (T, K), which is one stretch of memory."""
@@ -132,10 +155,27 @@ def _multiply(rows_A, rows_B, full, free, ready, mine, others, phase, count):
 
 
 @gluon.jit
+def _store_turned(TURNED, code, row, column, width):
+    """A tile of codes to rows from `column` and columns from `row` on of TURNED, which is `width` wide.
+
+    By shuffles, since no shared memory is left. Rows beyond the last one are of zeros: so is what they leave.
+    """
+    layout: gl.constexpr = turned_layout(code.shape[1], 2)
+    for step in gl.static_range(3):
+        code = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [code], dtype=gl.uint8, is_pure=True, pack=4)
+        code = gl.convert_layout(code, turned_layout(code.shape[1], step))
+    r = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    c = gl.arange(0, code.shape[1], gl.SliceLayout(0, layout))
+    to = TURNED + (column.to(gl.int64) * width + row)
+    gl.store(to + (c * width)[None, :] + r[:, None], code, mask=(r < width - row)[:, None])
+
+
+@gluon.jit
 def _take_turns(
-    rows_A, rows_B, full, free, ready, order, POST, OUT, OUT8, peaks, a_scale, b_scale, out_scale, T, WHO: gl.constexpr,
-    COLS: gl.constexpr, GROUPS: gl.constexpr, PEAKS: gl.constexpr, SCALED: gl.constexpr, BACKWARD: gl.constexpr,
-    EMIT: gl.constexpr, PEAK: gl.constexpr, DTYPE8: gl.constexpr,
+    rows_A, rows_B, full, free, ready, order, POST, OUT, OUT8, TURNED, peaks, a_scale, b_scale, post_scale, out_scale,
+    T, WHO: gl.constexpr, COLS: gl.constexpr, GROUPS: gl.constexpr, PEAKS: gl.constexpr, SCALED: gl.constexpr,
+    BACKWARD: gl.constexpr, EMIT: gl.constexpr, TURN: gl.constexpr, PEAK: gl.constexpr, DTYPE: gl.constexpr,
+    DTYPE8: gl.constexpr,
 ):  # fmt: skip
     """Four warps: every other tile of the block. A tile of POST is read before the products: its way is hidden, too."""
     STEPS: gl.constexpr = rows_B.shape[0]
@@ -143,6 +183,8 @@ def _take_turns(
     N: gl.constexpr = COLS * COLUMNS
     layout: gl.constexpr = store_layout(COLUMNS)
     scale = gl.load(a_scale) * gl.load(b_scale) if SCALED else 1.0
+    if BACKWARD:
+        scale *= 2.0 * gl.sqrt(gl.load(post_scale)) if TURN else 2.0
     inverse = gl.div_rn(1.0, gl.load(out_scale)) if EMIT else 1.0  # as `linear_relu2._inverse`
     group = gl.program_id(0) // COLS
     row = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
@@ -156,7 +198,7 @@ def _take_turns(
         begin_at = begin.to(gl.int64) * N + base
         inside = (row < T - begin)[:, None]
         if BACKWARD:
-            post = gl.load(POST + begin_at + at, mask=inside, other=0.0)
+            post = gl.load(POST + begin_at + at, mask=inside, other=0)
         phase = (turn // 2 & 1) ^ (1 - WHO)  # of the one whose first turn it is, that before the first is over
         total = _multiply(
             rows_A, rows_B, full, free, ready, order.index(WHO), order.index(1 - WHO), phase, turn * STEPS
@@ -164,15 +206,21 @@ def _take_turns(
         total = total.reshape([ROWS, COLUMNS // 32, 4, 4, 2]).permute([0, 1, 3, 2, 4]).reshape([ROWS, COLUMNS])
         total = gl.convert_layout(total, layout) * scale
         if BACKWARD:
-            result = (2.0 * gl.sqrt(post.to(gl.float32)) * total).to(OUT.dtype.element_ty)
+            if TURN:
+                post = post.to(gl.float8e4nv, bitcast=True)
+            result = (gl.sqrt(post.to(gl.float32)) * total).to(DTYPE)
         else:
-            root = larger(total.to(OUT.dtype.element_ty).to(gl.float32), 0.0)
-            result = (root * root).to(OUT.dtype.element_ty)
+            root = larger(total.to(DTYPE).to(gl.float32), 0.0)
+            result = (root * root).to(DTYPE)
             if PEAK:
                 peak = larger(peak, gl.reduce(result.to(gl.float32), 1, larger))
-        gl.store(OUT + begin_at + at, result, mask=inside)
-        if EMIT:  # the conversion clamps, and keeps NaN
-            gl.store(OUT8 + begin_at + at, (result.to(gl.float32) * inverse).to(DTYPE8), mask=inside)
+        if not TURN:
+            gl.store(OUT + begin_at + at, result, mask=inside)
+        if EMIT:
+            code = (result.to(gl.float32) * inverse).to(DTYPE8)  # clamps, and keeps NaN
+            gl.store(OUT8 + begin_at + at, code, mask=inside)
+            if TURN:
+                _store_turned(TURNED, code.to(gl.uint8, bitcast=True), begin, base, (T + 15) // 16 * 16)
     if PEAK:
         gl.store(peaks + gl.program_id(0) * 2 + WHO, gl.reduce(peak, 0, larger))
         if WHO == 0 and gl.program_id(0) == 0:
@@ -182,10 +230,10 @@ def _take_turns(
 
 @gluon.jit(do_not_specialize=["T"])
 def _relu2_resident_kernel(
-    A, B, X, POST, OUT, OUT8, peaks, a_scale, b_scale, out_scale, T, K: gl.constexpr, COLS: gl.constexpr,
-    GROUPS: gl.constexpr, STAGES: gl.constexpr, PEAKS: gl.constexpr, SCALED: gl.constexpr, BACKWARD: gl.constexpr,
-    EMIT: gl.constexpr, PEAK: gl.constexpr, AHEAD: gl.constexpr, DTYPE8: gl.constexpr,
-    REGISTERS: gl.constexpr,
+    A, B, X, POST, OUT, OUT8, TURNED, peaks, a_scale, b_scale, post_scale, out_scale, T, K: gl.constexpr,
+    COLS: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, PEAKS: gl.constexpr, SCALED: gl.constexpr,
+    BACKWARD: gl.constexpr, EMIT: gl.constexpr, TURN: gl.constexpr, PEAK: gl.constexpr, AHEAD: gl.constexpr,
+    DTYPE: gl.constexpr, DTYPE8: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     BLOCK_K: gl.constexpr = A.block_shape[1]
     STEPS: gl.constexpr = K // BLOCK_K
@@ -205,10 +253,12 @@ def _relu2_resident_kernel(
     fence_async_shared()
     gl.warp_specialize(
         [
-            (_take_turns, (rows_A, rows_B, full, free, ready, order, POST, OUT, OUT8, peaks, a_scale, b_scale,
-                           out_scale, T, 0, COLS, GROUPS, PEAKS, SCALED, BACKWARD, EMIT, PEAK, DTYPE8)),
-            (_take_turns, (rows_A, rows_B, full, free, ready, order, POST, OUT, OUT8, peaks, a_scale, b_scale,
-                           out_scale, T, 1, COLS, GROUPS, PEAKS, SCALED, BACKWARD, EMIT, PEAK, DTYPE8)),
+            (_take_turns, (rows_A, rows_B, full, free, ready, order, POST, OUT, OUT8, TURNED, peaks, a_scale, b_scale,
+                           post_scale, out_scale, T, 0, COLS, GROUPS, PEAKS, SCALED, BACKWARD, EMIT, TURN, PEAK,
+                           DTYPE, DTYPE8)),
+            (_take_turns, (rows_A, rows_B, full, free, ready, order, POST, OUT, OUT8, TURNED, peaks, a_scale, b_scale,
+                           post_scale, out_scale, T, 1, COLS, GROUPS, PEAKS, SCALED, BACKWARD, EMIT, TURN, PEAK,
+                           DTYPE, DTYPE8)),
             (_fetch, (A, B, X, rows_A, rows_B, full, free, ready, T, COLS, GROUPS, AHEAD)),
         ],
         [4, 1],
@@ -217,33 +267,46 @@ def _relu2_resident_kernel(
 
 
 def relu2_resident(
-    A: Tensor, B: Tensor, out: Tensor, tile: Resident, *, scales: tuple[Tensor, Tensor] | None = None,
-    post: Tensor | None = None, out8: Tensor | None = None, out_scale: Tensor | None = None,
-    peaks: Tensor | None = None,
+    A: Tensor, B: Tensor, out: Tensor | None, tile: Resident, *, scales: tuple[Tensor, Tensor] | None = None,
+    post: Tensor | None = None, post_scale: Tensor | None = None, out8: Tensor | None = None,
+    out_scale: Tensor | None = None, turned: Tensor | None = None, peaks: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """As `linear_relu2.relu2_product`, for what `Resident.fits`: out (T, N), A (T, K), B (N, K), out8 in FP8."""
+    """As `linear_relu2.relu2_product`, for what `Resident.fits`: out (T, N), A (T, K), B (N, K), out8 in FP8.
+
+    With `turned` (N, T up to a multiple of 16), which becomes out8 transposed and zeros behind it, there is no `out`:
+    results are rounded to bf16 all the same before they are quantised. `post` is then E4M3 codes for `post_scale`.
+    """
     (T, K), (N, _) = A.shape, B.shape
-    assert all(t.is_contiguous() for t in (A, B, out, post, out8) if t is not None)
+    assert all(t.is_contiguous() for t in (A, B, out, post, out8, turned) if t is not None)
     assert tile.fits((N, K), A.element_size()), (A.shape, B.shape, tile)
     assert post is None or peaks is None
     assert (out8 is None) == (out_scale is None)
+    assert (out is None) == (turned is not None)
+    assert turned is None or (out8 is not None and turned.shape == (N, ceil_div(T, 16) * 16))
+    assert (post_scale is None) == (post is None or turned is None)
     if not T:
         return
     columns = N // tile.columns
-    groups = max(1, min(multiprocessors(out.device) // columns, ceil_div(T, 64)))
+    groups = max(1, min(multiprocessors(A.device) // columns, ceil_div(T, 64)))
     assert peaks is None or 2 * columns * groups <= RELU2_PEAKS
     bits = 8 * A.element_size()
     rows = TensorDescriptor(A, [T, K], [K, 1], [64, tile.k], gl.NVMMASharedLayout(128, bits, 2))
     weights = TensorDescriptor(B, *five_axes(N, K), [tile.columns // 32, 4, 4, 2, tile.k],
                                gl.NVMMASharedLayout(128, bits, 5))  # fmt: skip
     a_scale, b_scale = scales or (None, None)
-    with torch.cuda.device_of(out):
+    with torch.cuda.device_of(A):
         _relu2_resident_kernel[(columns * groups,)](
-            rows, weights, A, post, out, out8, peaks, a_scale, b_scale, out_scale, T, K, COLS=columns, GROUPS=groups,
-            STAGES=tile.stages, PEAKS=RELU2_PEAKS, SCALED=scales is not None, BACKWARD=post is not None,
-            EMIT=out8 is not None, PEAK=peaks is not None, AHEAD=tile.ahead,
+            rows, weights, A, _bytes(post), out, out8, _bytes(turned), peaks, a_scale, b_scale, post_scale, out_scale,
+            T, K, COLS=columns, GROUPS=groups, STAGES=tile.stages, PEAKS=RELU2_PEAKS, SCALED=scales is not None,
+            BACKWARD=post is not None, EMIT=out8 is not None, TURN=turned is not None, PEAK=peaks is not None,
+            AHEAD=tile.ahead, DTYPE=FLOATS[torch.bfloat16 if out is None else out.dtype],
             DTYPE8=None if out8 is None else FLOATS[out8.dtype], REGISTERS=tile.registers, num_warps=4,
         )  # fmt: skip
+
+
+def _bytes(codes: Tensor | None) -> Tensor | None:
+    """FP8 as bytes, which masked loads and shuffles take; anything else as it is."""
+    return codes.view(torch.uint8) if codes is not None and codes.element_size() == 1 else codes
 
 
 def five_axes(N: int, K: int) -> tuple[list[int], list[int]]:

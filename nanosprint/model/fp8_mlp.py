@@ -64,7 +64,7 @@ class Fp8MLP(nn.Module):
         copies = Fp8Weights(
             self.up_codes, self.up_scale, down_codes, self.down_scale, self.post_scale, self.x_scale, *turned
         )
-        y, peak = fp8_mlp(x_BSD, up, down, copies, in_out=self.in_out)
+        y, peak = fp8_mlp(x_BSD, up, down, copies, in_out=self.in_out, weights=self.spec.weights)
         with torch.no_grad():
             self.post_scale.copy_(scale_from(peak, self.spec.activation_headroom))
         return y

@@ -99,7 +99,7 @@ def quantize_pair(x: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, 
     from nanosprint.kernels.fp8 import quantize as kernel
 
     limit = torch.finfo(dtype).max
-    turned = x.new_empty(x.shape[1], _padded(x.shape[0]), dtype=dtype)
+    turned = x.new_empty(x.shape[1], padded(x.shape[0]), dtype=dtype)
     plain = x if x.dtype == dtype else torch.empty_like(x, dtype=dtype)
     if plain is not x and x.element_size() == 2:
         kernel(x, plain, turned, 1 / scale, limit)
@@ -126,15 +126,21 @@ def scaled_product(
     return torch._scaled_mm(A, B.mT, scale_a, scale_b, out_dtype=out_dtype, use_fast_accum=fast)
 
 
+def turn(codes: Tensor) -> Tensor:
+    """FP8 codes (R, C) transposed, (C, R up to a multiple of 16), the rest zeros."""
+    return quantize_pair(codes, 1.0, codes.dtype)[1]
+
+
 def _turned(q: Tensor) -> Tensor:
     """q^T, contiguous, its columns padded with zeros to a multiple of 16."""
     rows, cols = q.shape
-    turned = torch.zeros(cols, _padded(rows), dtype=q.dtype, device=q.device)
+    turned = torch.zeros(cols, padded(rows), dtype=q.dtype, device=q.device)
     turned[:, :rows] = q.mT
     return turned
 
 
-def _padded(size: Any) -> Any:
+def padded(size: Any) -> Any:
+    """The multiple of 16 that FP8 products want of a summed axis: `size` or the next."""
     return (size + _UNIT - 1) // _UNIT * _UNIT
 
 

@@ -11,7 +11,7 @@ What follows the first product and the first backward product would take several
 activation of a layer. On a GPU it takes one, in place, behind cuBLAS, or none where `tuning.FUSED_RELU2` says that the
 one kernel for both is faster. `up_relu2` and `relu2_grad` make that choice, for the products in FP8 of `ops.fp8_mlp`,
 too. Elsewhere the formula, which is the reference. All round at the same places, but for dpre, which kernels round
-once and the formula three times.
+once and the formula three times. Their `_turned` forms leave nothing but codes, plain and transposed.
 """
 
 import functools
@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanosprint.kernels import has_triton, tuning
-from nanosprint.ops.fp8 import E4M3, E5M2, quantize, scaled_product
+from nanosprint.ops.fp8 import E4M3, E5M2, padded, quantize, scaled_product, turn
 
 _log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ def check_shapes(x: Tensor, up: Tensor, down: Tensor, in_out: bool) -> None:
 
 def pays(device: torch.device | str) -> bool:
     """Whether `relu2_mlp` in bf16 is for this device: where the fused product was measured to beat what is compiled."""
-    return _route("up", torch.empty(0, dtype=torch.bfloat16, device=device)) == "fused"
+    return _route("up", torch.device(device), torch.bfloat16) == "fused"
 
 
 def up_relu2(
@@ -74,7 +74,7 @@ def up_relu2(
     code = None if code_scale is None else torch.empty_like(out, dtype=E4M3)
     peaks = x.new_empty(tuning.RELU2_PEAKS, dtype=torch.float32) if want_peaks else None
     kind = "up" if scales is None else "up8"
-    route = _route(kind, out)
+    route = _route(kind, x.device, dtype)
     if route == "fused":
         _fused(kind, x, up, out, scales=scales, out8=code, out_scale=code_scale, peaks=peaks)
         return out, code, peaks
@@ -105,7 +105,7 @@ def relu2_grad(
     """
     code = None if code_scale is None else torch.empty_like(post, dtype=E5M2)
     kind = "dpre" if scales is None else "dpre8"
-    route = _route(kind, post)
+    route = _route(kind, post.device, post.dtype)
     if route == "fused":
         out, turned = torch.empty_like(post), down_DF.stride(1) == 1
         B = down_DF if turned else down_DF.mT
@@ -121,22 +121,80 @@ def relu2_grad(
     return d_pre, None if code_scale is None else quantize(d_pre, code_scale, E5M2)
 
 
+def up_relu2_turned(
+    x: Tensor, up: Tensor, dtype: torch.dtype, scales: Scales, code_scale: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(post's E4M3 codes (T, F), the same transposed as `fp8.turn` does it, maxima): all of post that anyone keeps.
+
+    The codes and maxima are those of `up_relu2`. On Hopper one kernel writes both, by shuffles.
+    """
+    held = _held("up8", up) if _route("up8", x.device, dtype) == "fused" else None
+    if held is None:
+        _, code, peaks = up_relu2(x, up, dtype, scales, code_scale, want_peaks=True)
+        assert code is not None
+        assert peaks is not None
+        return code, turn(code), peaks
+    from nanosprint.kernels.linear_relu2_resident import relu2_resident
+
+    code, turned = _codes(x.shape[0], up.shape[0], E4M3, x.device)
+    peaks = x.new_empty(tuning.RELU2_PEAKS, dtype=torch.float32)
+    relu2_resident(x, up, None, held, scales=scales, out8=code, out_scale=code_scale, turned=turned, peaks=peaks)
+    return code, turned, peaks
+
+
+def relu2_grad_turned(
+    g: Tensor, down_DF: Tensor, post8: Tensor, post_scale: Tensor, dtype: torch.dtype, scales: Scales,
+    code_scale: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(dpre's E5M2 codes (T, F), the same transposed), of operands in FP8 as `relu2_grad` takes them.
+
+    post is known by its codes, E4M3 for `post_scale`; its root has half their error. A kernel does not round it again,
+    the formula does, to `dtype`, to which both round dpre.
+    """
+    held = _held("dpre8", down_DF.mT) if _route("dpre8", g.device, dtype) == "fused" else None
+    if held is None or down_DF.stride(0) != 1:
+        post = (post8.float() * post_scale).to(dtype)
+        _, code = relu2_grad(g, down_DF, post, scales, code_scale)
+        assert code is not None
+        return code, turn(code)
+    from nanosprint.kernels.linear_relu2_resident import relu2_resident
+
+    code, turned = _codes(post8.shape[0], post8.shape[1], E5M2, g.device)
+    relu2_resident(
+        g, down_DF.mT, None, held, scales=scales, post=post8, post_scale=post_scale, out8=code, out_scale=code_scale,
+        turned=turned,
+    )  # fmt: skip
+    return code, turned
+
+
+def _codes(T: int, hidden: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Room for codes, and for the same transposed."""
+    plain, turned = (T, hidden), (hidden, padded(T))
+    return torch.empty(plain, dtype=dtype, device=device), torch.empty(turned, dtype=dtype, device=device)
+
+
 def _product(A: Tensor, B: Tensor, scales: Scales | None, dtype: torch.dtype) -> Tensor:
     """A (T, K) times B (K, N). Sums over the width alone: fast accumulation in FP8."""
     return A @ B if scales is None else scaled_product(A, B.mT, *scales, dtype, fast=True)
 
 
 def _fused(kind: str, A: Tensor, B: Tensor, out: Tensor, turned: bool = False, **options: Any) -> None:
-    """One of the two kernels: the one that keeps the weights, where it is named for the kind and they fit."""
-    held = tuning.RELU2_RESIDENT[kind] if kind in tuning.RESIDENT_RELU2 and _has_gluon() else None
-    if held is not None and not turned and held.fits((B.shape[0], B.shape[1]), B.element_size()):
+    """One of the two kernels."""
+    held = None if turned else _held(kind, B)
+    if held is not None:
         from nanosprint.kernels.linear_relu2_resident import relu2_resident
 
         relu2_resident(A, B, out, held, **options)
         return
     from nanosprint.kernels.linear_relu2 import relu2_product
 
-    relu2_product(A, B, out, tuning.relu2_tile(kind, _capability(out)), turned=turned, **options)
+    relu2_product(A, B, out, tuning.relu2_tile(kind, _capability(out.device)), turned=turned, **options)
+
+
+def _held(kind: str, B: Tensor) -> tuning.Resident | None:
+    """The tile of the kernel that keeps the weights B, where it is named for the kind and they fit."""
+    held = tuning.RELU2_RESIDENT[kind] if kind in tuning.RESIDENT_RELU2 and _has_gluon() else None
+    return held if held is not None and held.fits((B.shape[0], B.shape[1]), B.element_size()) else None
 
 
 @functools.cache
@@ -146,18 +204,18 @@ def _has_gluon() -> bool:
     return str(triton.__version__).startswith(tuning.GLUON)
 
 
-def _route(kind: str, out: Tensor) -> str:
-    """What computes `kind` (see `tuning.FUSED_RELU2`) into a tensor like this: "fused", "pass" or "formula"."""
-    if not out.is_cuda or torch.version.hip is not None or out.dtype == torch.float64:
+def _route(kind: str, device: torch.device, dtype: torch.dtype) -> str:
+    """What computes `kind` (see `tuning.FUSED_RELU2`) there, with results in `dtype`: "fused", "pass" or "formula"."""
+    if device.type != "cuda" or torch.version.hip is not None or dtype == torch.float64:
         return "formula"
     if not (has_triton() or _without_triton()):
         return "formula"
-    measured = kind in tuning.FUSED_RELU2 and _capability(out) in tuning.MEASURED
-    return "fused" if measured and out.dtype == torch.bfloat16 else "pass"
+    measured = kind in tuning.FUSED_RELU2 and _capability(device) in tuning.MEASURED
+    return "fused" if measured and dtype == torch.bfloat16 else "pass"
 
 
-def _capability(x: Tensor) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(x.device)
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
 
 
 @functools.cache

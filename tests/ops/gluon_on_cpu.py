@@ -1,4 +1,4 @@
-"""What `kernels.attention_hopper` uses of Gluon, in torch on a CPU: one program after the other, in one thread.
+"""What our kernels use of Gluon, in torch on a CPU: one program after the other, in one thread.
 
 Copies and products that are asynchronous on the device happen here either as soon as they are asked for or as late as a
 wait allows. Right results in both extremes show that nobody reads a block before it has come, or overwrites one that is
@@ -8,6 +8,7 @@ still being read. A wait that nothing will end raises. What differs between warp
 import importlib.util
 import math
 import sys
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -79,12 +80,19 @@ class Pointer:
 def load(pointer: Pointer, mask: Any = True, other: Any = 0) -> Tensor:
     at, mask = torch.broadcast_tensors(torch.as_tensor(pointer.offset), torch.as_tensor(mask))
     values = pointer.flat[torch.where(mask, at, 0)]
-    return torch.where(mask, values, torch.as_tensor(other, dtype=values.dtype))
+    return torch.where(mask, values, torch.as_tensor(other, dtype=values.dtype)).as_subclass(Values)
 
 
 def store(pointer: Pointer, values: Tensor, mask: Any = True) -> None:
     at, mask = torch.broadcast_tensors(torch.as_tensor(pointer.offset), torch.as_tensor(mask))
     pointer.flat[at[mask]] = values[mask].to(pointer.flat.dtype)
+
+
+class Values(Tensor):
+    """A tensor whose `to` knows Gluon's `bitcast`, and so do those that are computed from it."""
+
+    def to(self, dtype: torch.dtype, bitcast: bool = False) -> Tensor:  # type: ignore[override]
+        return self.view(dtype) if bitcast else super().to(dtype)
 
 
 class Descriptor:
@@ -172,7 +180,10 @@ def _language(machine: Machine) -> SimpleNamespace:
         return None
 
     return SimpleNamespace(
-        constexpr=object, int64=torch.int64, float32=torch.float32, load=load, store=store,
+        constexpr=int, int64=torch.int64, float32=torch.float32, uint8=torch.uint8,
+        float8e4nv=torch.float8_e4m3fn, load=load, store=store, sqrt=torch.sqrt, div_rn=torch.div,
+        zeros_like=torch.zeros_like, reduce=lambda x, axis, combine: x.amax(axis),
+        inline_asm_elementwise=_moved, DistributedLinearLayout=layout,
         allocate_shared_memory=machine.shared,
         program_id=lambda _: torch.tensor(machine.program), num_warps=lambda: 4, static_range=range,
         cdiv=lambda a, b: -(-a // b), arange=lambda a, b, _: torch.arange(a, b), minimum=_pairwise(torch.minimum),
@@ -184,21 +195,35 @@ def _language(machine: Machine) -> SimpleNamespace:
     )  # fmt: skip
 
 
+def _moved(code: str, constraints: str, args: list[Tensor], **_: Any) -> Tensor:
+    assert code == "mov.b32 $0, $1;", code
+    return args[0]
+
+
 def _where(condition: Any, a: Any, b: Any) -> Tensor:
     return torch.where(torch.as_tensor(condition), torch.as_tensor(a), torch.as_tensor(b))
 
 
 def load_kernels(path: str, machine: Machine) -> dict[str, Any]:
     """KERNELS of the module at `path`, as plain functions that run on `machine`."""
+    kernels: dict[str, Any] = load_module(path, machine).KERNELS
+    return kernels
+
+
+def load_module(path: str, machine: Machine) -> Any:
+    """The module at `path`, its kernels plain functions that run on `machine`. What it imports has been before."""
     mbarrier = SimpleNamespace(
         MBarrierLayout=lambda: "barrier", init=lambda bar, count: None, expect=_expect,
         wait=lambda bar, phase: bar.t.wait(phase),
     )  # fmt: skip
     parts: dict[str, dict[str, Any]] = {
         "triton.experimental": {},
-        "triton.experimental.gluon": {"jit": _jit, "language": _language(machine)},
+        "triton.experimental.gluon": {
+            "jit": _jit, "constexpr_function": _jit, "language": _language(machine),
+        },
         "triton.experimental.gluon.language.nvidia.hopper": {
-            "mbarrier": mbarrier, "tma": SimpleNamespace(async_copy_global_to_shared=_copy),
+            "fence_async_shared": lambda: None, "mbarrier": mbarrier,
+            "tma": SimpleNamespace(async_copy_global_to_shared=_copy),
             "warpgroup_mma": machine.product, "warpgroup_mma_init": lambda x: x,
             "warpgroup_mma_wait": machine.wait,
         },
@@ -215,7 +240,7 @@ def load_kernels(path: str, machine: Machine) -> dict[str, Any]:
     before = {name: sys.modules.get(name) for name in modules}
     sys.modules.update(modules)
     try:
-        spec = importlib.util.spec_from_file_location("attention_hopper_on_cpu", path)
+        spec = importlib.util.spec_from_file_location(f"{Path(path).stem}_on_cpu", path)
         assert spec is not None
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
@@ -226,5 +251,4 @@ def load_kernels(path: str, machine: Machine) -> dict[str, Any]:
                 del sys.modules[name]
             else:
                 sys.modules[name] = old
-    kernels: dict[str, Any] = module.KERNELS
-    return kernels
+    return module

@@ -1,6 +1,8 @@
 """Squared ReLU behind a product, forward and backward; the kernels' logic runs here too, in Triton's interpreter."""
 
+import itertools
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +12,8 @@ from torch._dynamo.backends.common import aot_autograd
 
 from nanosprint.kernels import tuning
 from nanosprint.ops import fp8, linear_relu2
-from nanosprint.ops.linear_relu2 import relu2_grad, relu2_mlp, up_relu2
+from nanosprint.ops.linear_relu2 import relu2_grad, relu2_grad_turned, relu2_mlp, up_relu2, up_relu2_turned
+from tests.ops.gluon_on_cpu import Machine, Pointer, Values, load_module
 from tests.ops.test_fp8 import relative
 
 LAYOUTS = [False, True]
@@ -143,6 +146,83 @@ def test_rows_of_weights_come_in_the_order_that_gives_a_thread_eight_neighbours(
         torch.testing.assert_close(fetched[held], B[8 * q : 8 * q + 8])
 
 
+def bits(layout):
+    """Which bit of (row, column) each bit of register, lane and warp is."""
+    return {kind: [tuple(b) for b in getattr(layout, f"{kind}_bases")] for kind in ("reg", "lane", "warp")}
+
+
+def test_turning_a_tile_moves_whole_registers_within_a_warp():
+    """Each step exchanges one bit of the lane for one of the register, but the lowest two: four codes stay together."""
+    kernels = pytest.importorskip("nanosprint.kernels.linear_relu2_resident")
+    start = bits(kernels.store_layout(256))
+    assert start["reg"][:3] == [(0, 1), (0, 2), (0, 4)]  # eight neighbouring columns in a thread
+    layouts = [start] + [bits(kernels.turned_layout(256, step)) for step in range(3)]
+    assert layouts[3]["reg"][:4] == [(1, 0), (2, 0), (4, 0), (8, 0)]  # sixteen neighbouring rows
+    for before, after in itertools.pairwise(layouts):
+        assert before["warp"] == after["warp"]
+        assert sorted(b for kind in before.values() for b in kind) == sorted(b for kind in after.values() for b in kind)
+        moved = [a for a, b in zip(before["lane"], after["lane"], strict=True) if a != b]
+        assert len(moved) == 1
+        assert moved[0] not in before["reg"]
+        assert moved[0] in after["reg"]
+
+
+@pytest.mark.parametrize("T", [200, 64, 37, 1])
+@pytest.mark.parametrize("backward", [False, True])
+def test_what_follows_a_resident_product_writes_codes_both_ways(T, backward):
+    """The code of both groups of warps, on a CPU; the product of a tile is given."""
+    kernels = pytest.importorskip("nanosprint.kernels.linear_relu2_resident")
+    machine = Machine()
+    on_cpu = load_module(str(Path(kernels.__file__)), machine)
+    K, columns, COLS, GROUPS = 32, 64, 2, 2
+    N, padded = COLS * columns, -(-T // 16) * 16
+    dtype = fp8.E5M2 if backward else fp8.E4M3
+    A, B, post8 = torch.randn(T, K), torch.randn(N, K), (3 * torch.rand(T, N)).to(fp8.E4M3)
+    post8[1:2] = 0
+    fetched = B.as_strided(*kernels.five_axes(N, K)).reshape(N, K)
+
+    def multiply(rows_A, rows_B, full, free, ready, mine, others, phase, count):
+        block, turn = machine.program, count // rows_B.shape[0]
+        begin, first = (block // COLS + turn * GROUPS) * 64, block % COLS * columns
+        rows = torch.nn.functional.pad(A, (0, 0, 0, 64 * (COLS * GROUPS + T)))[begin : begin + 64]
+        return (rows @ fetched[first : first + columns].mT).as_subclass(Values)
+
+    on_cpu._multiply, on_cpu.larger = multiply, lambda a, b: torch.maximum(a, torch.as_tensor(b))
+    code = torch.full((T, N), float("nan")).to(dtype)
+    turned, peaks = torch.full((N, padded), 0x7F, dtype=torch.uint8), torch.full((16,), float("nan"))
+    a_scale, b_scale, post_scale, out_scale = (torch.tensor(x) for x in (2.0, 0.25, 0.5, 0.01))
+    given = [
+        None,
+        code,
+        turned,
+        None if backward else peaks,
+        a_scale,
+        b_scale,
+        post_scale if backward else None,
+        out_scale,
+    ]
+    pointers = [None if t is None else Pointer(t.view(-1)) for t in given]
+    post = Pointer(post8.view(torch.uint8).view(-1)) if backward else None
+    held = SimpleNamespace(shape=(1, columns // 32))
+    order = SimpleNamespace(index=lambda who: who)
+    for machine.program in range(COLS * GROUPS):
+        for who in range(2):
+            on_cpu._take_turns(
+                None, held, None, None, None, order, post, *pointers, T, who, COLS, GROUPS, 16, True, backward, True,
+                True, not backward, torch.bfloat16, dtype,
+            )  # fmt: skip
+    product = 0.5 * A @ B.mT
+    root = (post8.float() * post_scale).sqrt()
+    expected = (2 * root * product if backward else product.bfloat16().float().relu() ** 2).bfloat16()
+    codes = fp8.quantize(expected, out_scale, dtype)
+    differing = (code.view(torch.uint8) != codes.view(torch.uint8)).float().mean()
+    assert differing < 2e-3  # sums in another order
+    assert relative(code, codes.double()) < 1e-2
+    assert torch.equal(turned[:, :T], code.view(torch.uint8).mT)
+    assert not turned[:, T:].any()
+    assert backward or peaks.amax() == pytest.approx(expected.max().item(), rel=1e-2)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("route", ROUTES, indirect=True)
 @pytest.mark.parametrize("in_out", LAYOUTS)
@@ -189,6 +269,32 @@ def test_fp8_on_a_gpu(route):
         assert relative(d_pre, 2 * post.double().sqrt() * d_post) < 5e-3
         expected = fp8.quantize(d_pre, code_scale * 1e-3, fp8.E5M2)
         assert torch.equal(code.view(torch.uint8), expected.view(torch.uint8))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("route", ROUTES, indirect=True)
+def test_codes_alone_and_turned_on_a_gpu(route):
+    if not fp8.supports_fp8("cuda"):
+        pytest.skip("needs a GPU with FP8")
+    for T, D, F in [*FP8_SIZES, (16_384, 768, 3072), (130, 128, 512)]:
+        x, up, down, g = case(T, D, F, True, torch.bfloat16, "cuda")
+        x8, up8, down8 = (fp8.quantize(t, fp8.scale_of(t), fp8.E4M3) for t in (x, up, down))
+        pair, code_scale = (fp8.scale_of(x), fp8.scale_of(up)), torch.tensor(2e-2, device="cuda")
+        _, expected, peaks = up_relu2(x8, up8, torch.bfloat16, pair, code_scale, True)
+        code, turned, again = up_relu2_turned(x8, up8, torch.bfloat16, pair, code_scale)
+        assert torch.equal(code.view(torch.uint8), expected.view(torch.uint8))
+        assert torch.equal(turned.view(torch.uint8), torch.nn.functional.pad(code.view(torch.uint8).mT, (0, -T % 16)))
+        assert again.max() == peaks.max()
+        g_scale = g.abs().amax().float() / 57_344
+        g8, pair = fp8.quantize(g, g_scale, fp8.E5M2), (g_scale, fp8.scale_of(down))
+        d_post = (g8.double() @ down8.double().mT) * (pair[0].double() * pair[1].double())
+        truth = 2 * (code.double() * code_scale.double()).sqrt() * d_post
+        pre_scale = truth.abs().max().float() / 1e4
+        code, turned = relu2_grad_turned(g8, down8.mT, code, code_scale, torch.bfloat16, pair, pre_scale)
+        expected = fp8.quantize(truth.bfloat16(), pre_scale, fp8.E5M2)
+        assert (code.view(torch.uint8) != expected.view(torch.uint8)).float().mean() < 3e-2
+        assert relative(code, expected.double()) < 3e-2
+        assert torch.equal(turned.view(torch.uint8), torch.nn.functional.pad(code.view(torch.uint8).mT, (0, -T % 16)))
 
 
 @pytest.mark.gpu
