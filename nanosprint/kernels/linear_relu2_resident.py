@@ -273,8 +273,8 @@ def relu2_resident(
 ) -> None:  # fmt: skip
     """As `linear_relu2.relu2_product`, for what `Resident.fits`: out (T, N), A (T, K), B (N, K), out8 in FP8.
 
-    With `turned` (N, T up to a multiple of 16), which becomes out8 transposed and zeros behind it, there is no `out`:
-    results are rounded to bf16 all the same before they are quantised. `post` is then E4M3 codes for `post_scale`.
+    With `turned` (N, T up to a multiple of 16), which becomes out8 transposed and zeros behind it, there is no `out`,
+    and nothing is rounded before it is quantised. `post` is then E4M3 codes for `post_scale`.
     """
     (T, K), (N, _) = A.shape, B.shape
     assert all(t.is_contiguous() for t in (A, B, out, post, out8, turned) if t is not None)
@@ -299,7 +299,7 @@ def relu2_resident(
             rows, weights, A, _bytes(post), out, out8, _bytes(turned), peaks, a_scale, b_scale, post_scale, out_scale,
             T, K, COLS=columns, GROUPS=groups, STAGES=tile.stages, PEAKS=RELU2_PEAKS, SCALED=scales is not None,
             BACKWARD=post is not None, EMIT=out8 is not None, TURN=turned is not None, PEAK=peaks is not None,
-            AHEAD=tile.ahead, DTYPE=FLOATS[torch.bfloat16 if out is None else out.dtype],
+            AHEAD=tile.ahead, DTYPE=FLOATS[torch.float32 if out is None else out.dtype],
             DTYPE8=None if out8 is None else FLOATS[out8.dtype], REGISTERS=tile.registers, num_warps=4,
         )  # fmt: skip
 

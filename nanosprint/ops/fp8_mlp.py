@@ -252,7 +252,7 @@ def _forward_in_codes(
     The scale is a copy: the caller moves on to the next one before the backward pass.
     """
     scales = (x_scale, up_scale)
-    post8, post_turned, peaks = up_relu2_turned(x8.contiguous(), up8.view(E4M3), x.dtype, scales, post_scale)
+    post8, post_turned, peaks = up_relu2_turned(x8.contiguous(), up8.view(E4M3), scales, post_scale)
     y = scaled_product(post8, down8.view(E4M3), post_scale, down_scale, x.dtype, fast=True)
     return y, post8, post_turned, post_scale.clone(), peaks
 
@@ -298,7 +298,7 @@ def _backward_in_codes(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x, up and down in `dtype`."""
     g8, scales = g8.contiguous(), (g_scale, down_scale)
-    d_pre8, d_pre_turned = relu2_grad_turned(g8, down_turned.view(E4M3).mT, post8, post_scale, dtype, scales, pre_scale)
+    d_pre8, d_pre_turned = relu2_grad_turned(g8, down_turned.view(E4M3).mT, post8, post_scale, scales, pre_scale)
     dx = scaled_product(d_pre8, up_turned.view(E4M3), pre_scale, up_scale, dtype)
     d_up = scaled_product(d_pre_turned, turn(x8), pre_scale, x_scale, dtype)
     factors = (post_turned, post_scale), (turn(g8), g_scale)

@@ -11,7 +11,7 @@ What follows the first product and the first backward product would take several
 activation of a layer. On a GPU it takes one, in place, behind cuBLAS, or none where `tuning.FUSED_RELU2` says that the
 one kernel for both is faster. `up_relu2` and `relu2_grad` make that choice, for the products in FP8 of `ops.fp8_mlp`,
 too. Elsewhere the formula, which is the reference. All round at the same places, but for dpre, which kernels round
-once and the formula three times. Their `_turned` forms leave nothing but codes, plain and transposed.
+once and the formula three times. Their `_turned` forms leave nothing but codes, plain and transposed, made of fp32.
 """
 
 import functools
@@ -121,16 +121,14 @@ def relu2_grad(
     return d_pre, None if code_scale is None else quantize(d_pre, code_scale, E5M2)
 
 
-def up_relu2_turned(
-    x: Tensor, up: Tensor, dtype: torch.dtype, scales: Scales, code_scale: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def up_relu2_turned(x: Tensor, up: Tensor, scales: Scales, code_scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(post's E4M3 codes (T, F), the same transposed as `fp8.turn` does it, maxima): all of post that anyone keeps.
 
-    The codes and maxima are those of `up_relu2`. On Hopper one kernel writes both, by shuffles.
+    They are those of `up_relu2` in fp32. On Hopper one kernel writes both codes, by shuffles.
     """
-    held = _held("up8", up) if _route("up8", x.device, dtype) == "fused" else None
+    held = _held("up8", up) if _route("up8", x.device, torch.bfloat16) == "fused" else None
     if held is None:
-        _, code, peaks = up_relu2(x, up, dtype, scales, code_scale, want_peaks=True)
+        _, code, peaks = up_relu2(x, up, torch.float32, scales, code_scale, want_peaks=True)
         assert code is not None
         assert peaks is not None
         return code, turn(code), peaks
@@ -143,18 +141,15 @@ def up_relu2_turned(
 
 
 def relu2_grad_turned(
-    g: Tensor, down_DF: Tensor, post8: Tensor, post_scale: Tensor, dtype: torch.dtype, scales: Scales,
-    code_scale: Tensor,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(dpre's E5M2 codes (T, F), the same transposed), of operands in FP8 as `relu2_grad` takes them.
+    g: Tensor, down_DF: Tensor, post8: Tensor, post_scale: Tensor, scales: Scales, code_scale: Tensor
+) -> tuple[Tensor, Tensor]:
+    """(dpre's E5M2 codes (T, F), the same transposed): those of `relu2_grad` in fp32, of operands as it takes them.
 
-    post is known by its codes, E4M3 for `post_scale`; its root has half their error. A kernel does not round it again,
-    the formula does, to `dtype`, to which both round dpre.
+    post is known by its codes, E4M3 for `post_scale`; its root has half their error.
     """
-    held = _held("dpre8", down_DF.mT) if _route("dpre8", g.device, dtype) == "fused" else None
+    held = _held("dpre8", down_DF.mT) if _route("dpre8", g.device, torch.bfloat16) == "fused" else None
     if held is None or down_DF.stride(0) != 1:
-        post = (post8.float() * post_scale).to(dtype)
-        _, code = relu2_grad(g, down_DF, post, scales, code_scale)
+        _, code = relu2_grad(g, down_DF, post8.float() * post_scale, scales, code_scale)
         assert code is not None
         return code, turn(code)
     from nanosprint.kernels.linear_relu2_resident import relu2_resident

@@ -209,11 +209,11 @@ def test_what_follows_a_resident_product_writes_codes_both_ways(T, backward):
         for who in range(2):
             on_cpu._take_turns(
                 None, held, None, None, None, order, post, *pointers, T, who, COLS, GROUPS, 16, True, backward, True,
-                True, not backward, torch.bfloat16, dtype,
+                True, not backward, torch.float32, dtype,
             )  # fmt: skip
     product = 0.5 * A @ B.mT
     root = (post8.float() * post_scale).sqrt()
-    expected = (2 * root * product if backward else product.bfloat16().float().relu() ** 2).bfloat16()
+    expected = 2 * root * product if backward else product.relu() ** 2
     codes = fp8.quantize(expected, out_scale, dtype)
     differing = (code.view(torch.uint8) != codes.view(torch.uint8)).float().mean()
     assert differing < 2e-3  # sums in another order
@@ -280,19 +280,21 @@ def test_codes_alone_and_turned_on_a_gpu(route):
         x, up, down, g = case(T, D, F, True, torch.bfloat16, "cuda")
         x8, up8, down8 = (fp8.quantize(t, fp8.scale_of(t), fp8.E4M3) for t in (x, up, down))
         pair, code_scale = (fp8.scale_of(x), fp8.scale_of(up)), torch.tensor(2e-2, device="cuda")
-        _, expected, peaks = up_relu2(x8, up8, torch.bfloat16, pair, code_scale, True)
-        code, turned, again = up_relu2_turned(x8, up8, torch.bfloat16, pair, code_scale)
-        assert torch.equal(code.view(torch.uint8), expected.view(torch.uint8))
+        pre = (x8.double() @ up8.double().mT) * (pair[0].double() * pair[1].double())
+        expected = fp8.quantize(pre.relu().square(), code_scale, fp8.E4M3)
+        code, turned, peaks = up_relu2_turned(x8, up8, pair, code_scale)
+        assert (code.view(torch.uint8) != expected.view(torch.uint8)).float().mean() < 5e-2  # sums in reduced precision
+        assert relative(code, expected.double()) < 3e-2
         assert torch.equal(turned.view(torch.uint8), torch.nn.functional.pad(code.view(torch.uint8).mT, (0, -T % 16)))
-        assert again.max() == peaks.max()
+        assert peaks.max().item() == pytest.approx(pre.max().item() ** 2, rel=1e-2)
         g_scale = g.abs().amax().float() / 57_344
         g8, pair = fp8.quantize(g, g_scale, fp8.E5M2), (g_scale, fp8.scale_of(down))
         d_post = (g8.double() @ down8.double().mT) * (pair[0].double() * pair[1].double())
         truth = 2 * (code.double() * code_scale.double()).sqrt() * d_post
         pre_scale = truth.abs().max().float() / 1e4
-        code, turned = relu2_grad_turned(g8, down8.mT, code, code_scale, torch.bfloat16, pair, pre_scale)
-        expected = fp8.quantize(truth.bfloat16(), pre_scale, fp8.E5M2)
-        assert (code.view(torch.uint8) != expected.view(torch.uint8)).float().mean() < 3e-2
+        code, turned = relu2_grad_turned(g8, down8.mT, code, code_scale, pair, pre_scale)
+        expected = fp8.quantize(truth, pre_scale, fp8.E5M2)
+        assert (code.view(torch.uint8) != expected.view(torch.uint8)).float().mean() < 5e-2  # sums in reduced precision
         assert relative(code, expected.double()) < 3e-2
         assert torch.equal(turned.view(torch.uint8), torch.nn.functional.pad(code.view(torch.uint8).mT, (0, -T % 16)))
 
