@@ -3,6 +3,8 @@
     up, up8      relu(x up^T)^2, from bf16 or FP8 operands; up8 writes post in E4M3, too, and its maximum
     dpre, dpre8  2 sqrt(post) (g down^T) likewise; dpre8 writes E5M2, too
     dx, dx8      what comes after: dpre up, in bf16 or in FP8 with precise sums
+    up8t, dpre8t nothing but codes, plain and turned, as gradients of the weights in FP8 want them
+    dW, dW8      those gradients, (hidden, width), summed over tokens; turn: codes of x and g turned by a pass
 
 Each of the first four: cuBLAS and what the compiler makes of the rest, cuBLAS and our pass, and both fused kernels by
 the tiles in `tuning`. Then forward and backward of the whole MLP with fp32 weights, compiled. Last the renewal of the
@@ -30,9 +32,9 @@ from nanosprint.config import Fp8MLPSpec
 from nanosprint.kernels import tuning
 from nanosprint.kernels.linear_relu2 import relu2_pass, relu2_product
 from nanosprint.model.fp8_mlp import Fp8MLP
-from nanosprint.ops.fp8 import E4M3, E5M2, quantize, scale_from, scale_of, scaled_product
+from nanosprint.ops.fp8 import E4M3, E5M2, quantize, scale_from, scale_of, scaled_product, turn
 from nanosprint.ops.fp8_copies import renew
-from nanosprint.ops.linear_relu2 import relu2_mlp
+from nanosprint.ops.linear_relu2 import relu2_grad_turned, relu2_mlp, up_relu2_turned
 
 DIM, HIDDEN, LAYERS = 768, 3072, 11
 FP8_RATE = 1500e12
@@ -152,6 +154,29 @@ def bench_dx(rows, tokens, roofs):
         report(rows, f"dx8, cuBLAS, {'fast' if fast else 'precise'}", tokens, work, flops, 1e3 * flops / FP8_RATE)
 
 
+def bench_weights(rows, tokens, roofs):
+    """What gradients of the weights in FP8 take, and those in bf16."""
+    flops, copy = 2 * tokens * DIM * HIDDEN, roofs[1]
+    up, dpre = mlp_operands("up8", Sizes(tokens=tokens)), mlp_operands("dpre8", Sizes(tokens=tokens))
+    one = torch.ones((), device="cuda")
+    post8, post_t, _ = up_relu2_turned(up.A, up.B, up.scales, up.code_scale)
+    given = (dpre.A, dpre.B.mT, post8, up.code_scale, dpre.scales, dpre.code_scale)
+    d_pre8, d_pre_t = relu2_grad_turned(*given)
+    x_t, g_t = turn(up.A), turn(dpre.A)
+    bound = 1e3 * flops / FP8_RATE
+    work = functools.partial(up_relu2_turned, up.A, up.B, up.scales, up.code_scale)
+    report(rows, "up8t", tokens, work, flops, max(bound, 1e3 * (up.A.nbytes + 2 * post8.nbytes) / copy))
+    floor = max(bound, 1e3 * (dpre.A.nbytes + 3 * post8.nbytes) / copy)
+    report(rows, "dpre8t", tokens, functools.partial(relu2_grad_turned, *given), flops, floor)
+    report(rows, "turn x", tokens, functools.partial(turn, up.A), 0, 0.0)
+    for name, left, right in (("dW_up", d_pre_t, x_t), ("dW_down", post_t, g_t)):
+        work = functools.partial(scaled_product, left, right, one, one, torch.bfloat16)
+        report(rows, f"{name}8, cuBLAS, precise", tokens, work, flops, bound)
+    for name, left, right in (("dW_up", d_pre8, up.A), ("dW_down", post8, dpre.A)):
+        left, right = left.bfloat16().mT, right.bfloat16()
+        report(rows, f"{name}, cuBLAS", tokens, functools.partial(torch.mm, left, right), flops, 1e3 * flops / roofs[0])
+
+
 class Composed(torch.autograd.Function):
     """The FP8 MLP of ordinary operators, which the compiler merges as it can: what the operators are measured against.
 
@@ -186,6 +211,7 @@ def variants(up, down):
     """(name, function of x, kinds to fuse) of whole MLPs behind a norm, as in a layer."""
     dynamic, static = state_of(up, down), state_of(up, down, input="static")
     both = state_of(up, down, input="static", backward=True)
+    every = state_of(up, down, input="static", backward=True, weights=True)
     copies = (dynamic.up_codes, dynamic.up_scale, dynamic.down_codes, dynamic.down_scale, dynamic.post_scale)
 
     def plain(x):
@@ -199,7 +225,7 @@ def variants(up, down):
 
     operator = functools.partial(relu2_mlp, up=up, down=down, in_out=True)
     given = {"up": up, "down": down}
-    forward, scaled, all_fp8 = (functools.partial(state, **given) for state in (dynamic, static, both))
+    forward, scaled, all_fp8, six = (functools.partial(state, **given) for state in (dynamic, static, both, every))
     everything, nothing = frozenset(KINDS), frozenset()
     yield "bf16, compiled", plain, nothing
     yield "bf16, operator, one kernel", operator, everything
@@ -209,6 +235,7 @@ def variants(up, down):
     yield "FP8 forward, the same, static input", scaled, everything
     yield "FP8 forward and backward, our pass", all_fp8, nothing
     yield "FP8 forward and backward, one kernel", all_fp8, everything
+    yield "FP8 forward, backward and weights, one kernel", six, everything
 
 
 def behind_norm(function, x):
@@ -230,7 +257,7 @@ def bench_whole(rows, tokens, roofs):
     flops, compiled = 6 * 2 * tokens * DIM * HIDDEN, {}
     for name, function, fused in variants(up, down):
         tuning.FUSED_RELU2 = fused
-        share = 2 * ("FP8" in name) + 2 * ("backward" in name)
+        share = 2 * sum(word in name for word in ("FP8", "backward", "weights"))
         floor = 1e3 * flops / 6 * (share / FP8_RATE + (6 - share) / roofs[0])
         if function not in compiled:  # what is fused is no part of the graph
             compiled[function] = torch.compile(functools.partial(behind_norm, function), fullgraph=True, dynamic=False)
@@ -274,6 +301,7 @@ def main():
         bench_parts(rows, tokens, roofs, args.kinds, args.sweep)
         if not args.sweep:
             bench_dx(rows, tokens, roofs)
+            bench_weights(rows, tokens, roofs)
             bench_whole(rows, tokens, roofs)
     if not args.sweep:
         bench_refresh(rows)

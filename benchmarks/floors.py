@@ -184,7 +184,7 @@ def three_products(step: Step, shapes: list[tuple[int, ...]], precision: str, ce
 
 
 def mlp_products(step: Step, ceilings: Ceilings) -> dict[str, float]:
-    """Six a layer: up and down forward, in FP8 where the recipe says so; dpre, dW_up, dW_down and dx in bf16."""
+    """Six a layer, in FP8 where the recipe says so: up and down forward; dpre and dx, dW_up and dW_down backward."""
     found = {"bf16": 0.0, "fp8": 0.0, "fused": 0.0}
     spec = step.recipe.precision.fp8_mlp
     for shape in step.shapes("matrix.mlp_up"):
@@ -192,9 +192,10 @@ def mlp_products(step: Step, ceilings: Ceilings) -> dict[str, float]:
         if spec is None or not step.fp8_mlp:
             found["bf16"] += 6 * in_bf16
             continue
-        found["fused"] += in_fp8 + in_bf16
-        found["bf16"] += (3 if spec.down else 4) * in_bf16
-        found["fp8"] += in_fp8 if spec.down else 0.0
+        found["fused"] += in_fp8 + (in_fp8 if spec.backward else in_bf16)
+        others_in_fp8 = spec.down + spec.backward + 2 * spec.weights
+        found["bf16"] += (4 - others_in_fp8) * in_bf16
+        found["fp8"] += others_in_fp8 * in_fp8
     return found
 
 

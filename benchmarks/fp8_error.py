@@ -70,6 +70,7 @@ VARIANTS: list[Variation] = [
     ("mlp", _mlp()),
     ("mlp, static input", _mlp(input="static")),
     ("mlp, backward", _mlp(backward=True)),
+    ("mlp, weights", _mlp(backward=True, weights=True)),
     ("qkv, forward", _projections(out=False, backward=False)),
     ("qkv", _projections(out=False)),
     ("out, forward", _projections(qkv=False, backward=False)),

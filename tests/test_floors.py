@@ -60,6 +60,15 @@ def test_products_by_hand(lanes):
         assert plain == {"bf16": close(MLP_IN_BF16[i]), "fp8": 0.0, "fused": 0.0}
 
 
+def test_products_of_the_mlp_with_more_of_it_in_fp8():
+    one = MLP_IN_BF16[0] / 6
+    for weights, in_fp8 in ((False, 4), (True, 6)):
+        words = {"precision.fp8_mlp.backward": True, "precision.fp8_mlp.weights": weights}
+        mlp = floors.mlp_products(lane(load_recipe("record", words), STEPS[0]), HAND)
+        assert mlp["fused"] == close(2 * one * 790 / 1500)
+        assert sum(mlp.values()) == close(one * (in_fp8 * 790 / 1500 + 6 - in_fp8))
+
+
 def test_the_rest_by_hand(lanes):
     for i, step in enumerate(lanes):
         assert floors.attention(step, HAND) == close(ATTENTION[i])
