@@ -536,7 +536,7 @@ class Execution:
         "auto", "sdpa", "batched", "cudnn", "flash", "flex", "fa2", "fa3", "fa4", "triton", "reference"
     ] = "auto"
     compile: Literal["auto", "off", "default", "max-autotune"] = "auto"
-    compilers: int | Literal["auto"] = 0  # processes that compile graphs ahead, at once; 0: the run, one by one
+    compilers: int | Literal["auto"] = "auto"  # processes that compile graphs ahead, at once; 0: the run, one by one
     cuda_graphs: Literal["auto", "on", "off"] = "auto"  # "on": a micro-batch is one launch, recorded once a shape
     fp8: Literal["auto", "off"] = "auto"  # "off" does in bf16 what the recipe has in FP8
     threads: int = 0  # CPU threads per process; 0 leaves torch's choice
