@@ -24,7 +24,8 @@ INTERFACE=${INTERFACE:-}                  # the network between hosts, such as i
 
 hosts=${SLURM_JOB_NUM_NODES:?submit this with sbatch}
 gpus=${SLURM_GPUS_ON_NODE:-${SLURM_GPUS_PER_NODE:?give --gpus-per-node}}
-first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+names=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+first=${names%%$'\n'*} # not by head, which may end before scontrol has written all
 if [ -n "$INTERFACE" ]; then
     export NCCL_SOCKET_IFNAME=$INTERFACE GLOO_SOCKET_IFNAME=$INTERFACE
 fi

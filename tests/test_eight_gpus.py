@@ -28,7 +28,20 @@ def call(*words):
 def test_all_of_it_on_two_processes(tmp_path, tiny_data):
     out = tmp_path / "out"
     words = ["exec.device=cpu", "exec.compile=off", "exec.threads=1", *(f"record-third:{word}" for word in SMALL)]
-    words += ["--gpus", 2, "--steps-only", "tiny", "--data", tiny_data, "--runs", tmp_path / "runs", "--out", out]
+    words += [
+        "--gpus",
+        2,
+        "--trained",
+        "record-third",
+        "--steps-only",
+        "tiny",
+        "--data",
+        tiny_data,
+        "--runs",
+        tmp_path / "runs",
+        "--out",
+        out,
+    ]
     words += ["--steps", 1, "--profile", 1]
     left = call(*words, "--within", 0)
     assert left.returncode == 1

@@ -4,6 +4,8 @@ Single operators have tests of their own; this is for what goes wrong between th
 kernel wrote.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -94,6 +96,40 @@ def test_compiled_and_eager_agree_with_float32(stage, attention):
     exact = Execution(device="cpu", compute="fp32", attention="reference", compile="off", fp8="off")
     expected = gradients(recipe, resolve(exact, recipe, World(0, 1, torch.device("cpu"))), stage)
     assert not different(eager, expected)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("weights", [False, True])
+def test_nothing_is_read_that_nobody_wrote(device, weights):
+    """With NaN in all memory that an operator of ours is given, gradients are what they are without."""
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    words = {"precision.fp8_mlp.weights": weights, "train.lanes": 1, "train.batch_tokens": 3072}
+    less = {"model.dim": 192, "model.num_heads": 2} if device == "cpu" else {}
+    recipe = load_recipe("fast", {**SIZE, **words, **less})
+    attention = "triton" if device == "cuda" else "reference"
+    wanted = Execution(device=device, attention=attention, compile="off")
+    execution = resolve(wanted, recipe, World(0, 1, torch.device(device)))
+    expected = gradients(recipe, execution, 0)
+    with poisoned_memory():
+        got = gradients(recipe, execution, 0)
+    assert got.keys() == expected.keys()
+    apart = {name: distance([got[name]], [expected[name]]) for name in got if expected[name].any()}
+    assert {name: d for name, d in apart.items() if not d < 0.02} == {}
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """`torch.empty` gives NaN, in integers the largest number; operators that cannot repeat themselves only warn."""
+    before = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    try:
+        assert torch.empty(3).isnan().all()
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = before
 
 
 @pytest.mark.gpu
