@@ -1,6 +1,14 @@
 """Typed, frozen configuration; standard library only, so that `--help` and `recipes` are instant."""
 
-from nanosprint.config.groups import AdamConfig, LookAhead, MuonConfig, ParamGroup, RowAdagradConfig, SoapConfig
+from nanosprint.config.groups import (
+    AdamConfig,
+    LookAhead,
+    MuonConfig,
+    ParamGroup,
+    RadiusControl,
+    RowAdagradConfig,
+    SoapConfig,
+)
 from nanosprint.config.model import (
     AttnSpec,
     BigramSpec,
@@ -67,6 +75,7 @@ __all__ = [
     "ParamGroup",
     "Precision",
     "Product",
+    "RadiusControl",
     "Read",
     "Recipe",
     "RotarySpec",

@@ -39,15 +39,47 @@ class LookAhead:
 
     def validate(self, key: str) -> None:
         """Raise ValueError naming the first setting below `key` that cannot work."""
-        checks = [
+        _require(
+            key,
             ("strength", self.strength, 0 < self.strength < float("inf"), "positive, and finite"),
             ("decay", self.decay, 0 <= self.decay < 1, "at least 0 and below 1"),
             ("start", self.start, 0 <= self.start < self.end, f"between 0 and end={self.end}"),
             ("end", self.end, self.end <= 1, "at most 1"),
-        ]
-        for name, value, fits, expected in checks:
-            if not fits:
-                raise ValueError(f"{key}.{name}={value}: it must be {expected}")
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RadiusControl:
+    """What a step may do to the norms of a matrix and of its outputs' weights. See `optim.radius` for the formulas.
+
+    Of the part of an update along the matrix itself, `outward` is kept where it lets the matrix grow. Each output's
+    update is then raised to at least `floor` times the length of the output's weights (both times the rate), and with
+    `pin` the matrix ends at the norm that it has to first order, without the growth of any step's second. Decay comes
+    last. `outputs`: where the weights of one output lie, "columns" in a matrix stored (in, out).
+
+    Source: modded-nanogpt, track 3, records 45 and 46 (pull request 328): 0.3825 and one half. It decays by 0.025 of
+    the rate, cautiously; that is `weight_decay` of about 1 here, where the rate counts twice.
+    """
+
+    floor: float = 0.3825
+    outward: float = 0.5
+    pin: bool = True
+    outputs: Literal["rows", "columns"] = "rows"
+
+    def validate(self, key: str) -> None:
+        """Raise ValueError naming the first setting below `key` that cannot work."""
+        _require(
+            key,
+            ("floor", self.floor, 0 <= self.floor < float("inf"), "0 (for none) or more, and finite"),
+            ("outward", self.outward, 0 <= self.outward <= 1, "between 0 and 1 (for all of it)"),
+        )
+
+
+def _require(key: str, *checks: tuple[str, object, bool, str]) -> None:
+    """Raise ValueError for the first of (name, value, whether it fits, what would) that does not fit."""
+    for name, value, fits, expected in checks:
+        if not fits:
+            raise ValueError(f"{key}.{name}={value}: it must be {expected}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +87,8 @@ class MuonConfig:
     """Muon (Jordan et al. 2024): orthogonalised Nesterov momentum. The schedule gives the momentum.
 
     `variance_beta` evens out the update's rows or columns (NorMuon, Li et al. 2025, arXiv:2510.05491). `equalize` gives
-    the rows of a matrix, as stored, the same length before it is orthogonalised (MuonEq-R).
+    the rows of a matrix, as stored, the same length before it is orthogonalised (MuonEq-R). The others are off where
+    they are None: their classes say what they do, and what each costs stands in its module of `optim`.
     """
 
     momentum: float = 0.95
@@ -63,6 +96,7 @@ class MuonConfig:
     orthogonalizer: Literal["ns5", "polar_express"] = "ns5"
     equalize: Literal["none", "rows"] = "none"
     lookahead: LookAhead | None = None
+    radius: RadiusControl | None = None
     variance_beta: float | None = None
     decay: Literal["plain", "cautious"] = "plain"
 

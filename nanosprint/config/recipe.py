@@ -361,9 +361,10 @@ class Recipe:
         for i, group in enumerate(self.groups):
             if group.cooldown is not None:
                 self.schedule.validate_cooldown(f"groups.{i}.cooldown", group.cooldown, train.num_steps)
-            look = getattr(group.rule, "lookahead", None)
-            if look is not None:
-                look.validate(f"groups.{i}.rule.lookahead")
+            for name in ("lookahead", "mixture", "radius"):
+                option = getattr(group.rule, name, None)
+                if option is not None:
+                    option.validate(f"groups.{i}.rule.{name}")
             checks += [
                 (f"groups.{i}.lr", group.lr, 0 <= group.lr < float("inf"), "0 or more, and finite"),
                 (f"groups.{i}.every", group.every, group.every >= 1, "at least 1"),

@@ -14,7 +14,7 @@ What counts as one matrix matters: Q, K and V stored in one (3 D, D) tensor are 
 Matrices of one shape are stacked and orthogonalised in one batch, which is what makes this cheap. A parameter may also
 be such a stack from the start: (k, M, N) with `stacked=True` is k tensors of (M, N).
 
-Four options on top of that, all off by default:
+Options on top of that, all off by default:
 
 - `equalize="rows"` gives the rows of U the same length before the orthogonalisation (MuonEq-R): outputs with small
   gradients then count as much as the others for the directions that come out.
@@ -22,6 +22,7 @@ Four options on top of that, all off by default:
   wide matrix: each column) is divided by the root of its running mean square, and the matrix gets its norm back.
 - `decay="cautious"` shrinks only weights that the step already moves toward zero, and by lr^2 rather than lr.
 - `mantissa` keeps the lower halves of bf16 parameters: see `optim.mantissa`.
+- `radius` steers the norms of the weights at the end (`optim.radius`): an experiment in a module of its own.
 
 Shape decides more than speed: s, what is equalised and which axis is evened out follow from rows and columns *as
 stored*. A projection stored transposed has another rate. And a matrix of one row has columns of one entry, each of
@@ -34,12 +35,14 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from nanosprint.config.groups import RadiusControl
 from nanosprint.kernels import has_triton
 from nanosprint.ops.polar import orthogonalizer as find_orthogonalizer
 from nanosprint.ops.recorded import can_record, recorded
 from nanosprint.optim.dtensor import gather, is_sharded, layout, local, local_like, scatter
 from nanosprint.optim.mantissa import LOW, join
 from nanosprint.optim.mantissa import split as split_master
+from nanosprint.optim.radius import Steering, steered
 from nanosprint.optim.shell import Decay, Shell, as_dtype, check_unit, number, shrink_, state_dtype, subtract_
 
 Scale = Literal["spectral", "rms"]
@@ -69,6 +72,7 @@ def muon_(
     decay: Decay = "plain",
     lr_scale: float = 1.0,
     cuda_graph: bool = False,
+    radius: RadiusControl | None = None,
 ) -> None:
     """One Muon update of several tensors of the same shape, dtype and device.
 
@@ -121,6 +125,7 @@ def muon_(
         (step_size * lr if decay == "cautious" else rate) * weight_decay,
         decay == "cautious",
         averages[0].dtype,
+        None if radius is None else (radius, rate, scale_factor(scale, rows, cols)),
     )
 
 
@@ -181,29 +186,37 @@ def _apply_(
     decay: Any,
     cautious: bool,
     wide: torch.dtype,
+    radius: Steering | None,
 ) -> None:
-    """params <- params - decay params - step_size factors updates, computed in `wide`; updates: all, in order."""
+    """params <- params - decay params - step_size factors updates, computed in `wide`; updates: all, in order.
+
+    radius: with it step_size is ignored.
+    """
     columns = [params, [updates], *([] if lows is None else [lows]), *([] if factors is None else [[factors]])]
-    if wide == torch.float32 and _fusible([step_size, decay], *columns):
+    if radius is None and wide == torch.float32 and _fusible([step_size, decay], *columns):
         from nanosprint.kernels.muon import apply_stack
 
         apply_stack(params, updates, step_size, decay, cautious=cautious, factors=factors, lows=lows)
         return
     if factors is not None:
         updates = updates * factors
+    matrix = updates.shape[-2:]
     steps = list(updates.view(len(params), *params[0].shape).to(wide).unbind(0))
     weights = as_dtype(params, wide) if lows is None else [join(p, low) for p, low in zip(params, lows, strict=True)]
-    if isinstance(decay, Tensor) or decay != 0:
-        if cautious:
-            shrink_(weights, steps, decay, strict=False)
-        else:
-            torch._foreach_mul_(weights, 1 - decay)
-    subtract_(weights, steps, step_size)
+    if radius is not None:
+        weights = steered(weights, steps, matrix, radius, decay, cautious)
+    else:
+        if isinstance(decay, Tensor) or decay != 0:
+            if cautious:
+                shrink_(weights, steps, decay, strict=False)
+            else:
+                torch._foreach_mul_(weights, 1 - decay)
+        subtract_(weights, steps, step_size)
     if lows is not None:
         for param, low, weight in zip(params, lows, weights, strict=True):
             for half, value in zip((param, low), split_master(weight), strict=True):
                 half.copy_(value)
-    elif params[0].dtype != wide:
+    elif radius is not None or params[0].dtype != wide:
         torch._foreach_copy_(params, weights)
 
 
@@ -309,14 +322,16 @@ class Muon(Shell):
     "plain" takes lr * weight_decay off every weight, "cautious" lr^2 * s * weight_decay off those that the step moves
     toward zero (a step of exactly zero counts). lr_scale multiplies lr, in cautious decay only once. mantissa: bf16
     parameters are the upper halves of fp32 numbers. cuda_graph: record the orthogonalisation of each shape once and
-    replay it, which spares launches and costs memory (`ops.recorded`).
+    replay it, which spares launches and costs memory (`ops.recorded`). radius: as in `muon_`; the
+    object then stands in the state dict, whose file `torch.load` must be allowed to make it from. Not for DTensors.
 
     State per parameter: exp_avg, fp32 at least whatever the parameter's dtype; "second_moment" of `variance_shape`, in
-    the dtype of exp_avg; "mantissa", int16 of the parameter's shape, zero at first. Whoever overwrites a parameter
-    restores or zeroes its mantissa with it. Parameters without gradient are left alone. Needs no process group; under
-    DDP every process does the same; FSDP2 and other DTensor parameters sharded along any axes are gathered shape by
-    shape and give the single-process result (second moments are whole on every process). Raises ValueError for
-    parameters with fewer than two axes, splits that do not divide, and options out of range. Source: see `muon_`.
+    the dtype of exp_avg; "mantissa", int16 of the parameter's shape, zero at first. Whoever
+    overwrites a parameter restores or zeroes its mantissa with it. Parameters without gradient are left alone. Needs no
+    process group; under DDP every process does the same; FSDP2 and other DTensor parameters sharded along any axes are
+    gathered shape by shape and give the single-process result (second moments are whole on every process). Raises
+    ValueError for parameters with fewer than two axes, splits that do not divide, and options out of range. Source: see
+    `muon_`.
     """
 
     def __init__(
@@ -338,12 +353,14 @@ class Muon(Shell):
         lr_scale: float = 1.0,
         mantissa: bool = False,
         cuda_graph: bool = False,
+        radius: RadiusControl | None = None,
     ) -> None:
         defaults = {
             "lr": lr, "momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay, "scale": scale,
             "orthogonalizer": orthogonalizer, "equalize": equalize, "orthogonalize_dtype": orthogonalize_dtype,
             "split": split, "stacked": stacked, "variance_beta": variance_beta, "decay": decay, "lr_scale": lr_scale,
             "mantissa": mantissa, "cuda_graph": cuda_graph,
+            "radius": radius,
         }  # fmt: skip
         super().__init__(params, defaults)
 
@@ -358,6 +375,7 @@ class Muon(Shell):
         dtype = group["orthogonalize_dtype"]
         if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise ValueError(f"orthogonalize_dtype={dtype!r} must be a float dtype such as torch.bfloat16")
+        _check_experiments(group)
         for param in group["params"]:
             matrix_shape(param.shape, group["split"], group["stacked"])
             if group["mantissa"] and param.dtype != torch.bfloat16:
@@ -416,5 +434,22 @@ class Muon(Shell):
 
 _PASSED_ON = (
     "nesterov", "weight_decay", "scale", "orthogonalizer", "equalize", "split", "stacked", "variance_beta", "decay",
-    "lr_scale", "cuda_graph",
+    "lr_scale", "cuda_graph", "radius",
 )  # fmt: skip
+
+
+def _check_experiments(group: dict[str, Any]) -> None:
+    """Raise ValueError if an option that is a value of its own cannot work."""
+    for name, cls in (("radius", RadiusControl),):
+        option = group[name]
+        if option is None:
+            continue
+        if not isinstance(option, cls):
+            raise ValueError(f"{name}={option!r} must be a nanosprint.config.{cls.__name__}, or None")
+        option.validate(name)
+        for param in group["params"]:
+            if is_sharded(param):
+                raise ValueError(
+                    f"{name} needs whole matrices, and a parameter of shape {tuple(param.shape)} is a DTensor, spread "
+                    "over processes: leave the option out there"
+                )

@@ -137,6 +137,18 @@ def test_plans_of_groups_that_look_ahead():
 
 
 @pytest.mark.parametrize(
+    ("option", "change", "message"),
+    [
+        ("radius", '"floor": -1', r"groups\.0\.rule\.radius\.floor=-1\.0: it must be 0"),
+        ("radius", '"outputs": "cols"', r"groups\.0\.rule\.radius\.outputs.*cols"),
+    ],
+)
+def test_options_of_muon_that_cannot_work(option, change, message):
+    with pytest.raises(ValueError, match=message):
+        load_recipe("tiny", [f"groups.0.rule.{option}={{{change}}}"])
+
+
+@pytest.mark.parametrize(
     ("change", "message"),
     [
         ("strength=0", r"groups\.0\.rule\.lookahead\.strength=0\.0: it must be positive"),
