@@ -2,6 +2,7 @@
 
 from nanosprint.config.groups import (
     AdamConfig,
+    GradientBasis,
     LookAhead,
     MuonConfig,
     ParamGroup,
@@ -62,6 +63,7 @@ __all__ = [
     "Fp8ProjectionSpec",
     "Gate",
     "GateNetSpec",
+    "GradientBasis",
     "InitSpec",
     "LRSchedule",
     "LayerSpec",

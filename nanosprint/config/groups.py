@@ -75,6 +75,30 @@ class RadiusControl:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class GradientBasis:
+    """SOAP's coordinates in front of Muon's orthogonalisation. See `optim.basis` for the formulas.
+
+    `sides` of a matrix as stored that are rotated: "columns" is the side of the model's width in every matrix of the
+    record; a side of n costs 8 n^2 bytes for each matrix and of the order of n^3 products. `beta` is the memory of the
+    Gram averages and of the squares; bases are renewed on every `refresh_every`-th update.
+
+    Source: SOAP-Muon, modded-nanogpt, track 3, record 44 (pull request 321): both sides, 0.9, on every update.
+    """
+
+    sides: Literal["columns", "rows", "both"] = "columns"
+    beta: float = 0.9
+    refresh_every: int = 10
+
+    def validate(self, key: str) -> None:
+        """Raise ValueError naming the first setting below `key` that cannot work."""
+        _require(
+            key,
+            ("beta", self.beta, 0 <= self.beta < 1, "at least 0 and below 1"),
+            ("refresh_every", self.refresh_every, self.refresh_every >= 1, "at least 1"),
+        )
+
+
 def _require(key: str, *checks: tuple[str, object, bool, str]) -> None:
     """Raise ValueError for the first of (name, value, whether it fits, what would) that does not fit."""
     for name, value, fits, expected in checks:
@@ -96,6 +120,7 @@ class MuonConfig:
     orthogonalizer: Literal["ns5", "polar_express"] = "ns5"
     equalize: Literal["none", "rows"] = "none"
     lookahead: LookAhead | None = None
+    basis: GradientBasis | None = None
     radius: RadiusControl | None = None
     variance_beta: float | None = None
     decay: Literal["plain", "cautious"] = "plain"

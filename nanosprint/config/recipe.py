@@ -361,7 +361,7 @@ class Recipe:
         for i, group in enumerate(self.groups):
             if group.cooldown is not None:
                 self.schedule.validate_cooldown(f"groups.{i}.cooldown", group.cooldown, train.num_steps)
-            for name in ("lookahead", "mixture", "radius"):
+            for name in ("lookahead", "mixture", "basis", "radius"):
                 option = getattr(group.rule, name, None)
                 if option is not None:
                     option.validate(f"groups.{i}.rule.{name}")

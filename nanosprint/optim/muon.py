@@ -22,7 +22,8 @@ Options on top of that, all off by default:
   wide matrix: each column) is divided by the root of its running mean square, and the matrix gets its norm back.
 - `decay="cautious"` shrinks only weights that the step already moves toward zero, and by lr^2 rather than lr.
 - `mantissa` keeps the lower halves of bf16 parameters: see `optim.mantissa`.
-- `radius` steers the norms of the weights at the end (`optim.radius`): an experiment in a module of its own.
+- `basis` whitens the direction before anything else is made of it (`optim.basis`), and `radius` steers the norms of the
+  weights at the end (`optim.radius`): experiments, each in a module of its own.
 
 Shape decides more than speed: s, what is equalised and which axis is evened out follow from rows and columns *as
 stored*. A projection stored transposed has another rate. And a matrix of one row has columns of one entry, each of
@@ -35,10 +36,11 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from nanosprint.config.groups import RadiusControl
+from nanosprint.config.groups import GradientBasis, RadiusControl
 from nanosprint.kernels import has_triton
 from nanosprint.ops.polar import orthogonalizer as find_orthogonalizer
 from nanosprint.ops.recorded import can_record, recorded
+from nanosprint.optim.basis import SQUARE, State, init_basis, whiten_
 from nanosprint.optim.dtensor import gather, is_sharded, layout, local, local_like, scatter
 from nanosprint.optim.mantissa import LOW, join
 from nanosprint.optim.mantissa import split as split_master
@@ -72,6 +74,8 @@ def muon_(
     decay: Decay = "plain",
     lr_scale: float = 1.0,
     cuda_graph: bool = False,
+    basis: GradientBasis | None = None,
+    bases: Sequence[State] | None = None,
     radius: RadiusControl | None = None,
 ) -> None:
     """One Muon update of several tensors of the same shape, dtype and device.
@@ -82,6 +86,8 @@ def muon_(
     variance_beta is given. mantissas: int16 of the params' shape, if these are the upper halves of fp32 numbers.
     All but grads are updated in place. lr and momentum may be 0-D tensors. DTensors, all spread alike, are gathered for
     the orthogonalisation. Extra memory: about 14 bytes an element of the batch in bf16.
+
+    bases: what `init_basis` made for each parameter, if basis is given.
 
     The rate is lr * lr_scale. Cautious decay takes rate * s * weight_decay * lr off: lr_scale counts once.
 
@@ -101,7 +107,14 @@ def muon_(
         stack = torch.empty((len(params), *averages[0].shape), dtype=dtype, device=averages[0].device)
     locals_ = [local_like(g, p) for g, p in zip(grads, params, strict=True)]
     whole_rows = not is_sharded(params[0])  # a shard may have cut them
-    _directions(averages, locals_, momentum, nesterov, stack, cols if equalize == "rows" and whole_rows else None)
+    equal_cols = cols if equalize == "rows" and whole_rows else None
+    if basis is None:
+        _directions(averages, locals_, momentum, nesterov, stack, equal_cols)
+    else:
+        assert bases is not None
+        directions = momentum_(averages, as_dtype(locals_, averages[0].dtype), momentum, nesterov)
+        directions = whiten_(directions, locals_, bases, basis, (rows, cols), tf32=dtype.itemsize == 2)
+        _fill_(stack, directions, equal_cols)
     if graph:
         updates = graph()
     else:
@@ -147,7 +160,11 @@ def _directions(
         if equal_cols is None or equal_cols <= WIDEST:
             momentum_stack(averages, grads, momentum, nesterov, stack, equal_cols)
             return
-    directions = momentum_(averages, as_dtype(grads, averages[0].dtype), momentum, nesterov)
+    _fill_(stack, momentum_(averages, as_dtype(grads, averages[0].dtype), momentum, nesterov), equal_cols)
+
+
+def _fill_(stack: Tensor, directions: list[Tensor], equal_cols: int | None) -> None:
+    """Write the directions into `stack`, with equal rows where `equal_cols` says how long they are."""
     if equal_cols is not None:
         directions = [equal_rows(d.reshape(-1, equal_cols)).view(d.shape) for d in directions]
     torch._foreach_copy_(list(stack.unbind(0)), directions)
@@ -322,11 +339,11 @@ class Muon(Shell):
     "plain" takes lr * weight_decay off every weight, "cautious" lr^2 * s * weight_decay off those that the step moves
     toward zero (a step of exactly zero counts). lr_scale multiplies lr, in cautious decay only once. mantissa: bf16
     parameters are the upper halves of fp32 numbers. cuda_graph: record the orthogonalisation of each shape once and
-    replay it, which spares launches and costs memory (`ops.recorded`). radius: as in `muon_`; the
-    object then stands in the state dict, whose file `torch.load` must be allowed to make it from. Not for DTensors.
+    replay it, which spares launches and costs memory (`ops.recorded`). basis, radius: as in `muon_`; the
+    objects then stand in the state dict, whose file `torch.load` must be allowed to make them from. Not for DTensors.
 
     State per parameter: exp_avg, fp32 at least whatever the parameter's dtype; "second_moment" of `variance_shape`, in
-    the dtype of exp_avg; "mantissa", int16 of the parameter's shape, zero at first. Whoever
+    the dtype of exp_avg; what `init_basis` makes; "mantissa", int16 of the parameter's shape, zero at first. Whoever
     overwrites a parameter restores or zeroes its mantissa with it. Parameters without gradient are left alone. Needs no
     process group; under DDP every process does the same; FSDP2 and other DTensor parameters sharded along any axes are
     gathered shape by shape and give the single-process result (second moments are whole on every process). Raises
@@ -353,13 +370,14 @@ class Muon(Shell):
         lr_scale: float = 1.0,
         mantissa: bool = False,
         cuda_graph: bool = False,
+        basis: GradientBasis | None = None,
         radius: RadiusControl | None = None,
     ) -> None:
         defaults = {
             "lr": lr, "momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay, "scale": scale,
             "orthogonalizer": orthogonalizer, "equalize": equalize, "orthogonalize_dtype": orthogonalize_dtype,
             "split": split, "stacked": stacked, "variance_beta": variance_beta, "decay": decay, "lr_scale": lr_scale,
-            "mantissa": mantissa, "cuda_graph": cuda_graph,
+            "mantissa": mantissa, "cuda_graph": cuda_graph, "basis": basis,
             "radius": radius,
         }  # fmt: skip
         super().__init__(params, defaults)
@@ -392,6 +410,9 @@ class Muon(Shell):
         if group["variance_beta"] is not None and "second_moment" not in state:
             shape = variance_shape(param.shape, group["split"], group["stacked"])
             state["second_moment"] = torch.zeros(shape, dtype=state_dtype(param), device=param.device)
+        if group["basis"] is not None and SQUARE not in state:
+            rows, cols = matrix_shape(param.shape, group["split"], group["stacked"])
+            init_basis(state, group["basis"], param.numel() // (rows * cols), rows, cols, state["exp_avg"])
         if group["mantissa"] and "mantissa" not in state:
             state["mantissa"] = torch.zeros_like(param, dtype=LOW)
 
@@ -412,6 +433,7 @@ class Muon(Shell):
                 [mantissas[i] for i in rows] if mantissas else None,
                 lr=number(group["lr"]),
                 momentum=number(group["momentum"]),
+                bases=None if group["basis"] is None else [self.state[params[i]] for i in rows],
                 dtype=group["orthogonalize_dtype"],
                 **{option: group[option] for option in _PASSED_ON},
             )
@@ -434,13 +456,13 @@ class Muon(Shell):
 
 _PASSED_ON = (
     "nesterov", "weight_decay", "scale", "orthogonalizer", "equalize", "split", "stacked", "variance_beta", "decay",
-    "lr_scale", "cuda_graph", "radius",
+    "lr_scale", "cuda_graph", "basis", "radius",
 )  # fmt: skip
 
 
 def _check_experiments(group: dict[str, Any]) -> None:
     """Raise ValueError if an option that is a value of its own cannot work."""
-    for name, cls in (("radius", RadiusControl),):
+    for name, cls in (("basis", GradientBasis), ("radius", RadiusControl)):
         option = group[name]
         if option is None:
             continue

@@ -141,6 +141,8 @@ def test_plans_of_groups_that_look_ahead():
     [
         ("radius", '"floor": -1', r"groups\.0\.rule\.radius\.floor=-1\.0: it must be 0"),
         ("radius", '"outputs": "cols"', r"groups\.0\.rule\.radius\.outputs.*cols"),
+        ("basis", '"beta": 1', r"groups\.0\.rule\.basis\.beta=1\.0: it must be at least 0 and below 1"),
+        ("basis", '"refresh_every": 0', r"groups\.0\.rule\.basis\.refresh_every=0: it must be at least 1"),
     ],
 )
 def test_options_of_muon_that_cannot_work(option, change, message):

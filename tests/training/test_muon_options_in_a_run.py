@@ -12,6 +12,7 @@ from nanosprint.training.request import load_request, save_request
 
 WORDS = {
     "radius": "groups.0.rule.radius={}",
+    "basis": 'groups.0.rule.basis={"refresh_every": 4}',
 }
 
 
