@@ -118,6 +118,7 @@ def _rule_options(group: ParamGroup, precision: Precision, stored: torch.dtype) 
         "scale": rule.scale,
         "orthogonalizer": rule.orthogonalizer,
         "equalize": rule.equalize,
+        "mixture": rule.mixture,
         "basis": rule.basis,
         "radius": rule.radius,
         "orthogonalize_dtype": DTYPES[precision.orthogonalize],

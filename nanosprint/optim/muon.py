@@ -22,8 +22,9 @@ Options on top of that, all off by default:
   wide matrix: each column) is divided by the root of its running mean square, and the matrix gets its norm back.
 - `decay="cautious"` shrinks only weights that the step already moves toward zero, and by lr^2 rather than lr.
 - `mantissa` keeps the lower halves of bf16 parameters: see `optim.mantissa`.
-- `basis` whitens the direction before anything else is made of it (`optim.basis`), and `radius` steers the norms of the
-  weights at the end (`optim.radius`): experiments, each in a module of its own.
+- `mixture` puts several momenta in place of the one (`optim.mixture`), `basis` whitens the direction before anything
+  else is made of it (`optim.basis`), and `radius` steers the norms of the weights at the end (`optim.radius`): three
+  experiments, each in a module of its own.
 
 Shape decides more than speed: s, what is equalised and which axis is evened out follow from rows and columns *as
 stored*. A projection stored transposed has another rate. And a matrix of one row has columns of one entry, each of
@@ -36,7 +37,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from nanosprint.config.groups import GradientBasis, RadiusControl
+from nanosprint.config.groups import GradientBasis, MomentumMixture, RadiusControl
 from nanosprint.kernels import has_triton
 from nanosprint.ops.polar import orthogonalizer as find_orthogonalizer
 from nanosprint.ops.recorded import can_record, recorded
@@ -44,6 +45,7 @@ from nanosprint.optim.basis import SQUARE, State, init_basis, whiten_
 from nanosprint.optim.dtensor import gather, is_sharded, layout, local, local_like, scatter
 from nanosprint.optim.mantissa import LOW, join
 from nanosprint.optim.mantissa import split as split_master
+from nanosprint.optim.mixture import mix_all_
 from nanosprint.optim.radius import Steering, steered
 from nanosprint.optim.shell import Decay, Shell, as_dtype, check_unit, number, shrink_, state_dtype, subtract_
 
@@ -74,6 +76,8 @@ def muon_(
     decay: Decay = "plain",
     lr_scale: float = 1.0,
     cuda_graph: bool = False,
+    mixture: MomentumMixture | None = None,
+    age: float | None = None,
     basis: GradientBasis | None = None,
     bases: Sequence[State] | None = None,
     radius: RadiusControl | None = None,
@@ -87,7 +91,8 @@ def muon_(
     All but grads are updated in place. lr and momentum may be 0-D tensors. DTensors, all spread alike, are gathered for
     the orthogonalisation. Extra memory: about 14 bytes an element of the batch in bf16.
 
-    bases: what `init_basis` made for each parameter, if basis is given.
+    mixture, of the mean age `age` (None: its `start`), gives exp_avgs one axis more, of the mixture's means, after that
+    of tensors (without `stacked`: in front). bases: what `init_basis` made for each parameter, if basis is given.
 
     The rate is lr * lr_scale. Cautious decay takes rate * s * weight_decay * lr off: lr_scale counts once.
 
@@ -98,22 +103,27 @@ def muon_(
     rows, cols = matrix_shape(params[0].shape, split, stacked)
     averages = [local(m) for m in exp_avgs]
     function = find_orthogonalizer(orthogonalizer)
+    shape = local(params[0]).shape
     if cuda_graph and can_record(averages[0]) and not is_sharded(params[0]):
         matrices = len(params) * variance_shape(params[0].shape, split, stacked)[0]
         graph = recorded(function, (matrices, rows, cols), dtype, averages[0].device)
-        stack = graph.input.view(len(params), *averages[0].shape)
+        stack = graph.input.view(len(params), *shape)
     else:
         graph = None
-        stack = torch.empty((len(params), *averages[0].shape), dtype=dtype, device=averages[0].device)
+        stack = torch.empty((len(params), *shape), dtype=dtype, device=averages[0].device)
     locals_ = [local_like(g, p) for g, p in zip(grads, params, strict=True)]
     whole_rows = not is_sharded(params[0])  # a shard may have cut them
     equal_cols = cols if equalize == "rows" and whole_rows else None
-    if basis is None:
+    if mixture is None and basis is None:
         _directions(averages, locals_, momentum, nesterov, stack, equal_cols)
     else:
-        assert bases is not None
-        directions = momentum_(averages, as_dtype(locals_, averages[0].dtype), momentum, nesterov)
-        directions = whiten_(directions, locals_, bases, basis, (rows, cols), tf32=dtype.itemsize == 2)
+        if mixture is None:
+            directions = momentum_(averages, as_dtype(locals_, averages[0].dtype), momentum, nesterov)
+        else:
+            directions = mix_all_(averages, locals_, mixture, age, stacked)
+        if basis is not None:
+            assert bases is not None
+            directions = whiten_(directions, locals_, bases, basis, (rows, cols), tf32=dtype.itemsize == 2)
         _fill_(stack, directions, equal_cols)
     if graph:
         updates = graph()
@@ -339,7 +349,7 @@ class Muon(Shell):
     "plain" takes lr * weight_decay off every weight, "cautious" lr^2 * s * weight_decay off those that the step moves
     toward zero (a step of exactly zero counts). lr_scale multiplies lr, in cautious decay only once. mantissa: bf16
     parameters are the upper halves of fp32 numbers. cuda_graph: record the orthogonalisation of each shape once and
-    replay it, which spares launches and costs memory (`ops.recorded`). basis, radius: as in `muon_`; the
+    replay it, which spares launches and costs memory (`ops.recorded`). mixture, age, basis, radius: as in `muon_`; the
     objects then stand in the state dict, whose file `torch.load` must be allowed to make them from. Not for DTensors.
 
     State per parameter: exp_avg, fp32 at least whatever the parameter's dtype; "second_moment" of `variance_shape`, in
@@ -370,6 +380,8 @@ class Muon(Shell):
         lr_scale: float = 1.0,
         mantissa: bool = False,
         cuda_graph: bool = False,
+        mixture: MomentumMixture | None = None,
+        age: float | None = None,
         basis: GradientBasis | None = None,
         radius: RadiusControl | None = None,
     ) -> None:
@@ -377,7 +389,7 @@ class Muon(Shell):
             "lr": lr, "momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay, "scale": scale,
             "orthogonalizer": orthogonalizer, "equalize": equalize, "orthogonalize_dtype": orthogonalize_dtype,
             "split": split, "stacked": stacked, "variance_beta": variance_beta, "decay": decay, "lr_scale": lr_scale,
-            "mantissa": mantissa, "cuda_graph": cuda_graph, "basis": basis,
+            "mantissa": mantissa, "cuda_graph": cuda_graph, "mixture": mixture, "age": age, "basis": basis,
             "radius": radius,
         }  # fmt: skip
         super().__init__(params, defaults)
@@ -403,7 +415,12 @@ class Muon(Shell):
                 )
 
     def _init_state(self, param: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
-        state["exp_avg"] = torch.zeros_like(param, dtype=state_dtype(param))
+        if group["mixture"] is None:
+            state["exp_avg"] = torch.zeros_like(param, dtype=state_dtype(param))
+            return
+        shape = list(param.shape)
+        shape.insert(1 if group["stacked"] else 0, group["mixture"].count)
+        state["exp_avg"] = torch.zeros(shape, dtype=state_dtype(param), device=param.device)
 
     def _extend_state(self, param: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
         """What options ask for beyond momentum, also if they were set later."""
@@ -456,13 +473,13 @@ class Muon(Shell):
 
 _PASSED_ON = (
     "nesterov", "weight_decay", "scale", "orthogonalizer", "equalize", "split", "stacked", "variance_beta", "decay",
-    "lr_scale", "cuda_graph", "basis", "radius",
+    "lr_scale", "cuda_graph", "mixture", "age", "basis", "radius",
 )  # fmt: skip
 
 
 def _check_experiments(group: dict[str, Any]) -> None:
     """Raise ValueError if an option that is a value of its own cannot work."""
-    for name, cls in (("basis", GradientBasis), ("radius", RadiusControl)):
+    for name, cls in (("mixture", MomentumMixture), ("basis", GradientBasis), ("radius", RadiusControl)):
         option = group[name]
         if option is None:
             continue

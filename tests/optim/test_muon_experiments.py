@@ -10,15 +10,17 @@ import torch.distributed as dist
 from torch import nn
 from toy import GROUPS, assert_same_bits, differ, join, spawn, toy, train
 
-from nanosprint.config import GradientBasis, RadiusControl
+from nanosprint.config import GradientBasis, MomentumMixture, RadiusControl
 from nanosprint.optim import Muon
 from nanosprint.optim.mantissa import join as joined
 
 STEPS, HALF = 12, 5
+MIXTURE = MomentumMixture(count=3, shortest=0.5, longest=20.0, start=8.0, end=2.0)
 OPTIONS = {
     "radius": {"radius": RadiusControl()},
     "basis": {"basis": GradientBasis(sides="both", refresh_every=3)},
-    "all": {"radius": RadiusControl(outputs="columns"), "basis": GradientBasis(refresh_every=3)},
+    "mixture": {"mixture": MIXTURE},
+    "all": {"radius": RadiusControl(outputs="columns"), "basis": GradientBasis(refresh_every=3), "mixture": MIXTURE},
 }  # fmt: skip
 F64 = torch.float64
 
@@ -27,9 +29,13 @@ def groups(name):
     return tuple(replace(g, rule=replace(g.rule, **OPTIONS[name])) if g.role == "matrix" else g for g in GROUPS)
 
 
+def ages(step):
+    return (("matrix", MIXTURE.age(step, STEPS)),)
+
+
 def run(name, steps=range(STEPS), model_engine=None, **options):
     model, engine = model_engine or toy(groups(name))
-    train(model, engine, steps, **options)
+    train(model, engine, steps, ages=ages if name in ("mixture", "all") else None, **options)
     return model, engine
 
 
@@ -131,7 +137,7 @@ def test_off_by_default():
     """What the engine gives Muon from a recipe that says nothing makes no state and no other step."""
     p = nn.Parameter(torch.randn(2, 4, 4))
     optimizer = Muon([p], stacked=True)
-    assert [optimizer.param_groups[0][name] for name in ("basis", "radius")] == [None] * 2
+    assert [optimizer.param_groups[0][name] for name in ("mixture", "age", "basis", "radius")] == [None] * 4
     p.grad = torch.randn(2, 4, 4)
     optimizer.step()
     assert set(optimizer.state[p]) == {"exp_avg"}
@@ -144,7 +150,7 @@ class Spread(nn.Parameter):
     placements = ()
 
 
-@pytest.mark.parametrize("name", ["radius", "basis"])
+@pytest.mark.parametrize("name", ["radius", "basis", "mixture"])
 def test_refusals(name):
     p = [nn.Parameter(torch.ones(2, 2))]
     with pytest.raises(ValueError, match=rf"{name}=\{{\}} must be a nanosprint\.config\..*, or None"):
@@ -160,6 +166,10 @@ def test_refusals(name):
         ({"radius": RadiusControl(outward=1.5)}, r"radius\.outward=1\.5: it must be between 0 and 1"),
         ({"basis": GradientBasis(beta=1.0)}, r"basis\.beta=1\.0: it must be at least 0 and below 1"),
         ({"basis": GradientBasis(refresh_every=0)}, r"basis\.refresh_every=0: it must be at least 1"),
+        ({"mixture": MomentumMixture(count=1)}, r"mixture\.count=1: it must be between 2"),
+        ({"mixture": MomentumMixture(shortest=0.0)}, r"mixture\.shortest=0\.0: it must be above 0"),
+        ({"mixture": MomentumMixture(start=200.0)}, r"mixture\.start=200\.0: it must be above .* below longest=100\.0"),
+        ({"mixture": MomentumMixture(end=0.5)}, r"mixture\.end=0\.5: it must be above shortest=1\.0"),
     ],
 )
 def test_numbers_that_cannot_work(option, message):

@@ -13,6 +13,7 @@ from nanosprint.training.request import load_request, save_request
 WORDS = {
     "radius": "groups.0.rule.radius={}",
     "basis": 'groups.0.rule.basis={"refresh_every": 4}',
+    "mixture": 'groups.0.rule.mixture={"count": 4, "start": 5, "end": 2, "longest": 20}',
 }
 
 
