@@ -1,6 +1,16 @@
 """Typed, frozen configuration; standard library only, so that `--help` and `recipes` are instant."""
 
-from nanosprint.config.groups import AdamConfig, LookAhead, MuonConfig, ParamGroup, RowAdagradConfig, SoapConfig
+from nanosprint.config.groups import (
+    AdamConfig,
+    GradientBasis,
+    LookAhead,
+    MomentumMixture,
+    MuonConfig,
+    ParamGroup,
+    RadiusControl,
+    RowAdagradConfig,
+    SoapConfig,
+)
 from nanosprint.config.model import (
     AttnSpec,
     BigramSpec,
@@ -54,6 +64,7 @@ __all__ = [
     "Fp8ProjectionSpec",
     "Gate",
     "GateNetSpec",
+    "GradientBasis",
     "InitSpec",
     "LRSchedule",
     "LayerSpec",
@@ -61,12 +72,14 @@ __all__ = [
     "LossWeights",
     "MLPSpec",
     "ModelConfig",
+    "MomentumMixture",
     "MomentumSchedule",
     "MuonConfig",
     "NgramSpec",
     "ParamGroup",
     "Precision",
     "Product",
+    "RadiusControl",
     "Read",
     "Recipe",
     "RotarySpec",

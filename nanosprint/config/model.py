@@ -168,7 +168,12 @@ class BigramSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class InitSpec:
-    """Initial values. `linear` "normal" uses `linear_std`; "fan_in" is uniform with sd `linear_std / sqrt(fan_in)`."""
+    """Initial values. `linear` "normal" uses `linear_std`; "fan_in" is uniform with sd `linear_std / sqrt(fan_in)`.
+
+    `mlp_projection="as_up"` gives the matrix that leaves an MLP the distribution of the one that enters it, so that its
+    sd goes by the model's width and not by the hidden units: 0.5 / sqrt(dim) with linear_std=0.5. Part of
+    modded-nanogpt, pull request 347. Other matrices then get other random numbers of the same distributions.
+    """
 
     linear: Literal["normal", "fan_in"] = "fan_in"
     linear_std: float = 3**-0.5  # of PyTorch's default uniform(+-1/sqrt(fan_in))
@@ -177,6 +182,7 @@ class InitSpec:
     projections: Literal["zero", "scaled", "as_linear"] = "zero"  # "scaled": linear_std / sqrt(2 * num_layers)
     qkv_std: float | None = None  # of attention's other matrices; None: linear_std
     attn_projection: Literal["zero", "scaled", "as_linear"] | None = None  # None: as the other projections
+    mlp_projection: Literal["zero", "scaled", "as_linear", "as_up"] | None = None  # likewise
     value_table_std: float | None = None  # None: embed_std
     head_std: float | None = None  # for head="normal"
 

@@ -150,6 +150,7 @@ class Recipe:
             own_factors=self._own_factors(step),
             average=self._average(step),
             ahead=self._ahead(step),
+            ages=self._ages(step),
             momentum=momentum,
             batch_tokens=self.train.batch_tokens,
             seq_len=self.row_tokens(self.train.batch_tokens),
@@ -164,6 +165,7 @@ class Recipe:
             own_factors=self._own_factors(step),
             average=self._average(step),
             ahead=self._ahead(step),
+            ages=self._ages(step),
             momentum=momentum,
             batch_tokens=stage.batch_tokens,
             seq_len=self.row_tokens(stage.batch_tokens),
@@ -198,6 +200,10 @@ class Recipe:
         if not look.covers(step, self.train.num_steps):
             return 0.0
         return look.strength * self.schedule.lr_factor(step, self.train.num_steps, group.cooldown)
+
+    def _ages(self, step: int) -> tuple[tuple[str, float], ...]:
+        mixtures = [(group.role, getattr(group.rule, "mixture", None)) for group in self.groups]
+        return tuple((role, mix.age(step, self.train.num_steps)) for role, mix in mixtures if mix is not None)
 
     def _own_factors(self, step: int) -> tuple[tuple[str, float], ...]:
         own = [(group.role, group.cooldown) for group in self.groups if group.cooldown is not None]
@@ -361,9 +367,10 @@ class Recipe:
         for i, group in enumerate(self.groups):
             if group.cooldown is not None:
                 self.schedule.validate_cooldown(f"groups.{i}.cooldown", group.cooldown, train.num_steps)
-            look = getattr(group.rule, "lookahead", None)
-            if look is not None:
-                look.validate(f"groups.{i}.rule.lookahead")
+            for name in ("lookahead", "mixture", "basis", "radius"):
+                option = getattr(group.rule, name, None)
+                if option is not None:
+                    option.validate(f"groups.{i}.rule.{name}")
             checks += [
                 (f"groups.{i}.lr", group.lr, 0 <= group.lr < float("inf"), "0 or more, and finite"),
                 (f"groups.{i}.every", group.every, group.every >= 1, "at least 1"),

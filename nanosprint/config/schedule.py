@@ -357,6 +357,7 @@ class StepPlan:
     own_factors: tuple[tuple[str, float], ...] = ()  # role and factor of groups with a cool-down of their own
     average: AverageStep | None = None  # None: the average of the weights stays as it is
     ahead: tuple[tuple[str, Ahead], ...] = ()  # by role, of groups that look ahead at this step
+    ages: tuple[tuple[str, float], ...] = ()  # by role, the mean age of groups with a mixture of momenta
 
     def factor_of(self, role: str) -> float:
         """What the rate of the group of this role is multiplied by."""

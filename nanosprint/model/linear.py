@@ -36,10 +36,14 @@ def init_projection(
     """Fill a (out, in) matrix that writes into the residual stream: zero, as any other, or smaller with depth.
 
     "scaled" divides by sqrt(2 * num_layers), so that the stream's variance at the end does not grow with depth
-    (Radford et al. 2019). `kind` takes the place of `spec.projections`.
+    (Radford et al. 2019). "as_up" is as the matrix that this one follows, whose fan-in is this one's fan-out. `kind`
+    takes the place of `spec.projections`.
     """
     kind = spec.projections if kind is None else kind
     if kind == "zero":
         weight.zero_()
+    elif kind == "as_up":
+        fan_out, fan_in = weight.shape
+        init_linear(weight, spec, generator, 1.0 if spec.linear == "normal" else math.sqrt(fan_in / fan_out))
     else:
         init_linear(weight, spec, generator, (2 * num_layers) ** -0.5 if kind == "scaled" else 1.0)

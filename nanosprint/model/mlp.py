@@ -52,9 +52,10 @@ class MLP(nn.Module):
         self._number: tuple[ScalarWeight, ...] = ()  # at most one; in a tuple it is no module of this one
 
     def init_weights(self, generator: torch.Generator) -> None:
-        init_linear(self.up, self.config.init, generator)
-        down = self.down.detach()
-        init_projection(down.T if self.in_out else down, self.config.init, generator, self.config.num_layers)
+        init = self.config.init
+        init_linear(self.up, init, generator)
+        down = self.down.detach().T if self.in_out else self.down.detach()
+        init_projection(down, init, generator, self.config.num_layers, init.mlp_projection)
 
     def train_in_fp8(self, spec: Fp8MLPSpec) -> None:
         """From now on compute training's products in FP8, once `fp8_copies` have been made."""

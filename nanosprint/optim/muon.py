@@ -14,7 +14,7 @@ What counts as one matrix matters: Q, K and V stored in one (3 D, D) tensor are 
 Matrices of one shape are stacked and orthogonalised in one batch, which is what makes this cheap. A parameter may also
 be such a stack from the start: (k, M, N) with `stacked=True` is k tensors of (M, N).
 
-Four options on top of that, all off by default:
+Options on top of that, all off by default:
 
 - `equalize="rows"` gives the rows of U the same length before the orthogonalisation (MuonEq-R): outputs with small
   gradients then count as much as the others for the directions that come out.
@@ -22,6 +22,9 @@ Four options on top of that, all off by default:
   wide matrix: each column) is divided by the root of its running mean square, and the matrix gets its norm back.
 - `decay="cautious"` shrinks only weights that the step already moves toward zero, and by lr^2 rather than lr.
 - `mantissa` keeps the lower halves of bf16 parameters: see `optim.mantissa`.
+- `mixture` puts several momenta in place of the one (`optim.mixture`), `basis` whitens the direction before anything
+  else is made of it (`optim.basis`), and `radius` steers the norms of the weights at the end (`optim.radius`): three
+  experiments, each in a module of its own.
 
 Shape decides more than speed: s, what is equalised and which axis is evened out follow from rows and columns *as
 stored*. A projection stored transposed has another rate. And a matrix of one row has columns of one entry, each of
@@ -34,12 +37,16 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from nanosprint.config.groups import GradientBasis, MomentumMixture, RadiusControl
 from nanosprint.kernels import has_triton
 from nanosprint.ops.polar import orthogonalizer as find_orthogonalizer
 from nanosprint.ops.recorded import can_record, recorded
+from nanosprint.optim.basis import SQUARE, State, init_basis, whiten_
 from nanosprint.optim.dtensor import gather, is_sharded, layout, local, local_like, scatter
 from nanosprint.optim.mantissa import LOW, join
 from nanosprint.optim.mantissa import split as split_master
+from nanosprint.optim.mixture import mix_all_
+from nanosprint.optim.radius import Steering, steered
 from nanosprint.optim.shell import Decay, Shell, as_dtype, check_unit, number, shrink_, state_dtype, subtract_
 
 Scale = Literal["spectral", "rms"]
@@ -69,6 +76,11 @@ def muon_(
     decay: Decay = "plain",
     lr_scale: float = 1.0,
     cuda_graph: bool = False,
+    mixture: MomentumMixture | None = None,
+    age: float | None = None,
+    basis: GradientBasis | None = None,
+    bases: Sequence[State] | None = None,
+    radius: RadiusControl | None = None,
 ) -> None:
     """One Muon update of several tensors of the same shape, dtype and device.
 
@@ -79,6 +91,9 @@ def muon_(
     All but grads are updated in place. lr and momentum may be 0-D tensors. DTensors, all spread alike, are gathered for
     the orthogonalisation. Extra memory: about 14 bytes an element of the batch in bf16.
 
+    mixture, of the mean age `age` (None: its `start`), gives exp_avgs one axis more, of the mixture's means, after that
+    of tensors (without `stacked`: in front). bases: what `init_basis` made for each parameter, if basis is given.
+
     The rate is lr * lr_scale. Cautious decay takes rate * s * weight_decay * lr off: lr_scale counts once.
 
     Source: Jordan et al. 2024; "rms" from the speedrun's records 3-7 and Liu et al. 2025, arXiv:2502.16982; variance
@@ -88,16 +103,28 @@ def muon_(
     rows, cols = matrix_shape(params[0].shape, split, stacked)
     averages = [local(m) for m in exp_avgs]
     function = find_orthogonalizer(orthogonalizer)
+    shape = local(params[0]).shape
     if cuda_graph and can_record(averages[0]) and not is_sharded(params[0]):
         matrices = len(params) * variance_shape(params[0].shape, split, stacked)[0]
         graph = recorded(function, (matrices, rows, cols), dtype, averages[0].device)
-        stack = graph.input.view(len(params), *averages[0].shape)
+        stack = graph.input.view(len(params), *shape)
     else:
         graph = None
-        stack = torch.empty((len(params), *averages[0].shape), dtype=dtype, device=averages[0].device)
+        stack = torch.empty((len(params), *shape), dtype=dtype, device=averages[0].device)
     locals_ = [local_like(g, p) for g, p in zip(grads, params, strict=True)]
     whole_rows = not is_sharded(params[0])  # a shard may have cut them
-    _directions(averages, locals_, momentum, nesterov, stack, cols if equalize == "rows" and whole_rows else None)
+    equal_cols = cols if equalize == "rows" and whole_rows else None
+    if mixture is None and basis is None:
+        _directions(averages, locals_, momentum, nesterov, stack, equal_cols)
+    else:
+        if mixture is None:
+            directions = momentum_(averages, as_dtype(locals_, averages[0].dtype), momentum, nesterov)
+        else:
+            directions = mix_all_(averages, locals_, mixture, age, stacked)
+        if basis is not None:
+            assert bases is not None
+            directions = whiten_(directions, locals_, bases, basis, (rows, cols), tf32=dtype.itemsize == 2)
+        _fill_(stack, directions, equal_cols)
     if graph:
         updates = graph()
     else:
@@ -121,6 +148,7 @@ def muon_(
         (step_size * lr if decay == "cautious" else rate) * weight_decay,
         decay == "cautious",
         averages[0].dtype,
+        None if radius is None else (radius, rate, scale_factor(scale, rows, cols)),
     )
 
 
@@ -142,7 +170,11 @@ def _directions(
         if equal_cols is None or equal_cols <= WIDEST:
             momentum_stack(averages, grads, momentum, nesterov, stack, equal_cols)
             return
-    directions = momentum_(averages, as_dtype(grads, averages[0].dtype), momentum, nesterov)
+    _fill_(stack, momentum_(averages, as_dtype(grads, averages[0].dtype), momentum, nesterov), equal_cols)
+
+
+def _fill_(stack: Tensor, directions: list[Tensor], equal_cols: int | None) -> None:
+    """Write the directions into `stack`, with equal rows where `equal_cols` says how long they are."""
     if equal_cols is not None:
         directions = [equal_rows(d.reshape(-1, equal_cols)).view(d.shape) for d in directions]
     torch._foreach_copy_(list(stack.unbind(0)), directions)
@@ -181,29 +213,37 @@ def _apply_(
     decay: Any,
     cautious: bool,
     wide: torch.dtype,
+    radius: Steering | None,
 ) -> None:
-    """params <- params - decay params - step_size factors updates, computed in `wide`; updates: all, in order."""
+    """params <- params - decay params - step_size factors updates, computed in `wide`; updates: all, in order.
+
+    radius: with it step_size is ignored.
+    """
     columns = [params, [updates], *([] if lows is None else [lows]), *([] if factors is None else [[factors]])]
-    if wide == torch.float32 and _fusible([step_size, decay], *columns):
+    if radius is None and wide == torch.float32 and _fusible([step_size, decay], *columns):
         from nanosprint.kernels.muon import apply_stack
 
         apply_stack(params, updates, step_size, decay, cautious=cautious, factors=factors, lows=lows)
         return
     if factors is not None:
         updates = updates * factors
+    matrix = updates.shape[-2:]
     steps = list(updates.view(len(params), *params[0].shape).to(wide).unbind(0))
     weights = as_dtype(params, wide) if lows is None else [join(p, low) for p, low in zip(params, lows, strict=True)]
-    if isinstance(decay, Tensor) or decay != 0:
-        if cautious:
-            shrink_(weights, steps, decay, strict=False)
-        else:
-            torch._foreach_mul_(weights, 1 - decay)
-    subtract_(weights, steps, step_size)
+    if radius is not None:
+        weights = steered(weights, steps, matrix, radius, decay, cautious)
+    else:
+        if isinstance(decay, Tensor) or decay != 0:
+            if cautious:
+                shrink_(weights, steps, decay, strict=False)
+            else:
+                torch._foreach_mul_(weights, 1 - decay)
+        subtract_(weights, steps, step_size)
     if lows is not None:
         for param, low, weight in zip(params, lows, weights, strict=True):
             for half, value in zip((param, low), split_master(weight), strict=True):
                 half.copy_(value)
-    elif params[0].dtype != wide:
+    elif radius is not None or params[0].dtype != wide:
         torch._foreach_copy_(params, weights)
 
 
@@ -309,14 +349,16 @@ class Muon(Shell):
     "plain" takes lr * weight_decay off every weight, "cautious" lr^2 * s * weight_decay off those that the step moves
     toward zero (a step of exactly zero counts). lr_scale multiplies lr, in cautious decay only once. mantissa: bf16
     parameters are the upper halves of fp32 numbers. cuda_graph: record the orthogonalisation of each shape once and
-    replay it, which spares launches and costs memory (`ops.recorded`).
+    replay it, which spares launches and costs memory (`ops.recorded`). mixture, age, basis, radius: as in `muon_`; the
+    objects then stand in the state dict, whose file `torch.load` must be allowed to make them from. Not for DTensors.
 
     State per parameter: exp_avg, fp32 at least whatever the parameter's dtype; "second_moment" of `variance_shape`, in
-    the dtype of exp_avg; "mantissa", int16 of the parameter's shape, zero at first. Whoever overwrites a parameter
-    restores or zeroes its mantissa with it. Parameters without gradient are left alone. Needs no process group; under
-    DDP every process does the same; FSDP2 and other DTensor parameters sharded along any axes are gathered shape by
-    shape and give the single-process result (second moments are whole on every process). Raises ValueError for
-    parameters with fewer than two axes, splits that do not divide, and options out of range. Source: see `muon_`.
+    the dtype of exp_avg; what `init_basis` makes; "mantissa", int16 of the parameter's shape, zero at first. Whoever
+    overwrites a parameter restores or zeroes its mantissa with it. Parameters without gradient are left alone. Needs no
+    process group; under DDP every process does the same; FSDP2 and other DTensor parameters sharded along any axes are
+    gathered shape by shape and give the single-process result (second moments are whole on every process). Raises
+    ValueError for parameters with fewer than two axes, splits that do not divide, and options out of range. Source: see
+    `muon_`.
     """
 
     def __init__(
@@ -338,12 +380,17 @@ class Muon(Shell):
         lr_scale: float = 1.0,
         mantissa: bool = False,
         cuda_graph: bool = False,
+        mixture: MomentumMixture | None = None,
+        age: float | None = None,
+        basis: GradientBasis | None = None,
+        radius: RadiusControl | None = None,
     ) -> None:
         defaults = {
             "lr": lr, "momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay, "scale": scale,
             "orthogonalizer": orthogonalizer, "equalize": equalize, "orthogonalize_dtype": orthogonalize_dtype,
             "split": split, "stacked": stacked, "variance_beta": variance_beta, "decay": decay, "lr_scale": lr_scale,
-            "mantissa": mantissa, "cuda_graph": cuda_graph,
+            "mantissa": mantissa, "cuda_graph": cuda_graph, "mixture": mixture, "age": age, "basis": basis,
+            "radius": radius,
         }  # fmt: skip
         super().__init__(params, defaults)
 
@@ -358,6 +405,7 @@ class Muon(Shell):
         dtype = group["orthogonalize_dtype"]
         if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise ValueError(f"orthogonalize_dtype={dtype!r} must be a float dtype such as torch.bfloat16")
+        _check_experiments(group)
         for param in group["params"]:
             matrix_shape(param.shape, group["split"], group["stacked"])
             if group["mantissa"] and param.dtype != torch.bfloat16:
@@ -367,13 +415,21 @@ class Muon(Shell):
                 )
 
     def _init_state(self, param: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
-        state["exp_avg"] = torch.zeros_like(param, dtype=state_dtype(param))
+        if group["mixture"] is None:
+            state["exp_avg"] = torch.zeros_like(param, dtype=state_dtype(param))
+            return
+        shape = list(param.shape)
+        shape.insert(1 if group["stacked"] else 0, group["mixture"].count)
+        state["exp_avg"] = torch.zeros(shape, dtype=state_dtype(param), device=param.device)
 
     def _extend_state(self, param: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
         """What options ask for beyond momentum, also if they were set later."""
         if group["variance_beta"] is not None and "second_moment" not in state:
             shape = variance_shape(param.shape, group["split"], group["stacked"])
             state["second_moment"] = torch.zeros(shape, dtype=state_dtype(param), device=param.device)
+        if group["basis"] is not None and SQUARE not in state:
+            rows, cols = matrix_shape(param.shape, group["split"], group["stacked"])
+            init_basis(state, group["basis"], param.numel() // (rows * cols), rows, cols, state["exp_avg"])
         if group["mantissa"] and "mantissa" not in state:
             state["mantissa"] = torch.zeros_like(param, dtype=LOW)
 
@@ -394,6 +450,7 @@ class Muon(Shell):
                 [mantissas[i] for i in rows] if mantissas else None,
                 lr=number(group["lr"]),
                 momentum=number(group["momentum"]),
+                bases=None if group["basis"] is None else [self.state[params[i]] for i in rows],
                 dtype=group["orthogonalize_dtype"],
                 **{option: group[option] for option in _PASSED_ON},
             )
@@ -416,5 +473,22 @@ class Muon(Shell):
 
 _PASSED_ON = (
     "nesterov", "weight_decay", "scale", "orthogonalizer", "equalize", "split", "stacked", "variance_beta", "decay",
-    "lr_scale", "cuda_graph",
+    "lr_scale", "cuda_graph", "mixture", "age", "basis", "radius",
 )  # fmt: skip
+
+
+def _check_experiments(group: dict[str, Any]) -> None:
+    """Raise ValueError if an option that is a value of its own cannot work."""
+    for name, cls in (("mixture", MomentumMixture), ("basis", GradientBasis), ("radius", RadiusControl)):
+        option = group[name]
+        if option is None:
+            continue
+        if not isinstance(option, cls):
+            raise ValueError(f"{name}={option!r} must be a nanosprint.config.{cls.__name__}, or None")
+        option.validate(name)
+        for param in group["params"]:
+            if is_sharded(param):
+                raise ValueError(
+                    f"{name} needs whole matrices, and a parameter of shape {tuple(param.shape)} is a DTensor, spread "
+                    "over processes: leave the option out there"
+                )

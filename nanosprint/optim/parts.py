@@ -311,12 +311,14 @@ def shard_index(bank: Bank) -> int:
 
 
 def set_rates(optimizer: torch.optim.Optimizer, plan: StepPlan, role: str) -> None:
-    """Write the step's learning rate for `role`, and its momentum where the schedule has one, into the groups."""
-    factor = plan.factor_of(role)
+    """Write the step's rate for `role`, and its momentum and mean age where there are such, into the groups."""
+    factor, age = plan.factor_of(role), dict(plan.ages).get(role)
     for group in optimizer.param_groups:
         group["lr"] = group["base_lr"] * factor
         if plan.momentum is not None and "momentum" in group:
             group["momentum"] = plan.momentum
+        if age is not None:
+            group["age"] = age
 
 
 def _wait(handle: Any) -> None:

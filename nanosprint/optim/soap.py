@@ -62,7 +62,7 @@ def soap_direction_(
 ) -> Tensor | None:
     """Advance everything in `state` by grad (m, n). Returns N with its bias corrections; None on the first call."""
     grad = grad.to(state["exp_avg"].dtype)
-    with full_precision():
+    with fp32_products(tf32=False):
         if not any(basis in state for _, basis in SIDES):
             start_bases_(state, grad, gram_beta)
             return None
@@ -105,10 +105,14 @@ def rotate_back(X: Tensor, state: dict[str, Any]) -> Tensor:
 
 
 def update_grams_(state: dict[str, Any], grad: Tensor, beta: float) -> None:
-    """L <- beta L + (1 - beta) G G^T and R <- beta R + (1 - beta) G^T G, in place, for the sides there are."""
+    """L <- beta L + (1 - beta) G G^T and R <- beta R + (1 - beta) G^T G, in place, for the sides there are.
+
+    grad: (m, n), or (k, m, n) where the state is that of k matrices.
+    """
+    add = torch.addmm if grad.ndim == 2 else torch.baddbmm
     for (gram, _), G in zip(SIDES, (grad, grad.mT), strict=True):
         if gram in state:
-            torch.addmm(state[gram], G, G.mT, beta=beta, alpha=1 - beta, out=state[gram])
+            add(state[gram], G, G.mT, beta=beta, alpha=1 - beta, out=state[gram])
 
 
 def start_bases_(state: dict[str, Any], grad: Tensor, beta: float) -> None:
@@ -156,22 +160,26 @@ def init_soap_state(param: Tensor, state: dict[str, Any], max_side: int = MAX_SI
 
 
 @contextmanager
-def full_precision() -> Iterator[None]:
-    """fp32 products in fp32, not TF32, inside: ten bits of mantissa would spoil the bases' orthogonality."""
+def fp32_products(tf32: bool) -> Iterator[None]:
+    """CUDA's products of fp32 matrices run in TF32, or in fp32 itself, inside; a setting of torch's, put back after.
+
+    TF32 has ten bits of mantissa, which would spoil the orthogonality of bases, but holds every bf16 number exactly.
+    """
     matmul = torch.backends.cuda.matmul
-    if matmul.fp32_precision != "tf32":
+    if (matmul.fp32_precision == "tf32") == tf32:
         yield
         return
     try:
         before = torch.get_float32_matmul_precision()
     except RuntimeError:  # set through torch's newer interface, which must not be mixed with the older
-        matmul.fp32_precision = "ieee"
+        newer = matmul.fp32_precision
+        matmul.fp32_precision = "tf32" if tf32 else "ieee"
         try:
             yield
         finally:
-            matmul.fp32_precision = "tf32"
+            matmul.fp32_precision = newer
         return
-    torch.set_float32_matmul_precision("highest")
+    torch.set_float32_matmul_precision("high" if tf32 else "highest")
     try:
         yield
     finally:

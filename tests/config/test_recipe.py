@@ -136,6 +136,34 @@ def test_plans_of_groups_that_look_ahead():
     assert recipe.hash != load_recipe("tiny").hash
 
 
+def test_plans_of_groups_with_a_mixture_of_momenta():
+    """The mean age goes in a line over the run; other groups have none, and neither has a recipe without."""
+    recipe = load_recipe("tiny", ['groups.0.rule.mixture={"start": 8, "end": 2}'])
+    last = recipe.train.num_steps - 1
+    for step, age in ((0, 8.0), (last, 2.0), (5, 8 - 6 * 5 / last)):
+        assert dict(recipe.plan(step).ages) == {recipe.groups[0].role: pytest.approx(age)}
+    assert recipe.hash != load_recipe("tiny").hash
+    assert load_recipe("tiny").plan(0).ages == ()
+    words = [f'groups.{i}.rule.mixture={{"start": {8 - i}, "longest": 50}}' for i in (0, 1)]
+    assert [age for _, age in load_recipe("fast", words).plan(0).ages] == [8.0, 7.0]
+
+
+@pytest.mark.parametrize(
+    ("option", "change", "message"),
+    [
+        ("radius", '"floor": -1', r"groups\.0\.rule\.radius\.floor=-1\.0: it must be 0"),
+        ("radius", '"outputs": "cols"', r"groups\.0\.rule\.radius\.outputs.*cols"),
+        ("basis", '"beta": 1', r"groups\.0\.rule\.basis\.beta=1\.0: it must be at least 0 and below 1"),
+        ("basis", '"refresh_every": 0', r"groups\.0\.rule\.basis\.refresh_every=0: it must be at least 1"),
+        ("mixture", '"end": 0.1', r"groups\.0\.rule\.mixture\.end=0\.1: it must be above shortest=1\.0"),
+        ("mixture", '"count": 1', r"groups\.0\.rule\.mixture\.count=1: it must be between 2 and 64"),
+    ],
+)
+def test_options_of_muon_that_cannot_work(option, change, message):
+    with pytest.raises(ValueError, match=message):
+        load_recipe("tiny", [f"groups.0.rule.{option}={{{change}}}"])
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

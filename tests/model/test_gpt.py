@@ -236,6 +236,21 @@ def test_initial_weights_are_those_of_the_seed_and_the_recipe():
     assert float(a.layers[0].mlp.down.std()) == pytest.approx(0.02 / 2, rel=0.02)  # / sqrt(2 * 2 layers)
 
 
+@pytest.mark.parametrize(("kind", "std"), [("as_up", 0.5 / 96**0.5), ("as_linear", 0.5 / 384**0.5), (None, 0.0)])
+def test_what_leaves_an_mlp_at_first(kind, std):
+    """By the width of the model, or by the hidden units; attention's projections stay as they are."""
+    words = ["model.dim=96", "model.num_heads=2", "model.num_layers=3", "model.vocab_size=64", "model.document_start=0"]
+    words += [] if kind is None else [f"model.init.mlp_projection={kind}"]
+    model = GPT(load_recipe("record", words).model)
+    model.init_weights(1)
+    assert model.config.init.linear_std == 0.5
+    for layer in model.layers:
+        assert layer.mlp.down.shape == (384, 96)  # (in, out)
+        assert float(layer.mlp.down.detach().std()) == pytest.approx(std, rel=0.02)
+        assert float(layer.mlp.up.detach().std()) == pytest.approx(0.5 / 96**0.5, rel=0.02)
+    assert float(model.layers[0].mixer.out.detach().std()) == pytest.approx(0.5 / 96**0.5, rel=0.05)
+
+
 def test_flops_are_those_of_the_formula():
     model = GPT(load_recipe("tiny").model)
     matrices = 2 * (4 * 32 * 32 + 2 * 32 * 128) + 257 * 32

@@ -190,13 +190,14 @@ def test_zero_gradients_are_safe():
 
 
 @pytest.mark.parametrize("precision", ["high", "highest", "medium"])
-def test_tf32_is_off_inside_and_restored(precision):
+def test_tf32_is_as_asked_for_inside_and_restored(precision):
     before = torch.get_float32_matmul_precision()
     try:
         torch.set_float32_matmul_precision(precision)
-        with soap_module.full_precision():
-            assert torch.get_float32_matmul_precision() == "highest"
-        assert torch.get_float32_matmul_precision() == precision
+        for tf32 in (False, True):
+            with soap_module.fp32_products(tf32):
+                assert (torch.get_float32_matmul_precision() == "highest") != tf32
+            assert torch.get_float32_matmul_precision() == precision
     finally:
         torch.set_float32_matmul_precision(before)
 

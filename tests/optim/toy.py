@@ -101,17 +101,20 @@ def train(
     average=None,
     num_steps=None,
     ahead=None,
+    ages=None,
 ):
     """Each process takes its share of the lanes, `lanes` at a time. Returns the losses of this process's share.
 
     skips: lanes that leave `out` alone. split_from: the first step whose plan splits. after(step) is called after each.
-    average: what the plans of a run of `num_steps` say about the average of the weights. ahead(step): their `ahead`.
+    average: what the plans of a run of `num_steps` say about the average of the weights. ahead(step), ages(step): their
+    `ahead` and `ages`.
     """
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     losses = []
     for step in steps:
         about_average = average and average.step(step, num_steps)
-        now = plan(step, split=step >= split_from, average=about_average, ahead=ahead(step) if ahead else ())
+        of_groups = {"ahead": ahead(step) if ahead else (), "ages": ages(step) if ages else ()}
+        now = plan(step, split=step >= split_from, average=about_average, **of_groups)
         rows = torch.randint(VOCAB, (LANES, LENGTH), generator=torch.Generator().manual_seed(step))
         mine = list(range(LANES))[rank * LANES // size : (rank + 1) * LANES // size]
         total = 0.0
