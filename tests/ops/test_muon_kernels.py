@@ -177,7 +177,7 @@ def apply_kernel():
                     plain = [None if x is None else [t.clone() for t in x] for x in (params, lows)]
                     assert muon.can_fuse(*(x for x in (params, lows, [updates]) if x is not None))
                     muon.apply_stack(params, updates, 0.1, 0.3, cautious=cautious, factors=factors, lows=lows)
-                    rule._apply_(*plain, updates, factors, 0.1, 0.3, cautious, torch.float32)
+                    rule._apply_(*plain, updates, factors, 0.1, 0.3, cautious, torch.float32, None)
                     if lows is not None:
                         params, plain[0] = ([join(*x) for x in zip(*y, strict=True)] for y in ((params, lows), plain))
                     tolerance = 8e-3 if kind == "bf16" else 2e-6  # a bf16 step where a sum falls on its middle

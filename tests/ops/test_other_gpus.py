@@ -90,7 +90,8 @@ def test_kernels_off_the_card_they_were_tuned_on(capability, card):
     assert compose._kernels_serve(torch.bfloat16, 128, 112)
     measured = capability == HOPPER
     assert tuning.wins(768, capability) == measured
-    assert {linear_relu2._route(kind, bf16) for kind in ("up", "up8")} <= ({"fused", "pass"} if measured else {"pass"})
+    routes = {linear_relu2._route(kind, CUDA, torch.bfloat16) for kind in ("up", "up8")}
+    assert routes == ({"fused"} if measured else {"pass"})
     tiles = [tuning.symmetric_tile(768, capability), tuning.full_tile(capability), tuning.relu2_tile("up", capability)]
     for tile in tiles:  # operands in flight and the result, in 16 bits: 227 KiB on Hopper, 99 on the smallest card
         shared = 2 * (tile.stages * tile.k * (tile.m + tile.n) + tile.m * tile.n // getattr(tile, "parts", 1))
@@ -102,7 +103,7 @@ def test_amd_gets_formulas_where_a_kernel_is_nvidias(card, caplog):
     bf16 = SimpleNamespace(dtype=torch.bfloat16, is_cuda=True, device=CUDA)
     assert not softcap_xent.uses_kernel(CUDA)
     assert not symmetric.fits_kernel(bf16)
-    assert linear_relu2._route("up", bf16) == "formula"
+    assert linear_relu2._route("up", CUDA, torch.bfloat16) == "formula"
     compose._said.clear()
     with caplog.at_level(logging.WARNING):
         assert not compose._kernels_serve(torch.bfloat16, 128, 112)
