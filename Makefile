@@ -11,7 +11,7 @@ quickstart: $(VENV)/.installed
 	scripts/quickstart.sh $(BIN)/nanosprint $(RUN)
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 3
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
