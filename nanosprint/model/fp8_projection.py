@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from nanosprint.model.fp8_weight import Fp8Weight
-from nanosprint.ops.fp8 import scale_from
+from nanosprint.ops.fp8 import scale_of
 from nanosprint.ops.fp8_projection import fp8_projection
 from nanosprint.ops.fp8_qkv import fp8_qkv
 from nanosprint.ops.qk_norm_rotary import NormRotary
@@ -67,5 +67,4 @@ class Fp8Projection(nn.Module):
     def _advance(self, x: Tensor) -> None:
         if self.headroom is not None:
             with torch.no_grad():
-                # The largest of each head first: the compiler does that where it makes or quantises the head.
-                self.input_scale.copy_(scale_from(x.abs().amax(-1).amax(), self.headroom))
+                self.input_scale.copy_(scale_of(x, self.headroom))
