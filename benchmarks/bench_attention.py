@@ -28,7 +28,7 @@ import torch
 
 from benchmarks.floors import visible_pairs
 from benchmarks.harness import graph_ms, write_rows
-from nanosprint.kernels import has_triton, tuning
+from nanosprint.kernels import has_gluon, has_triton, tuning
 from nanosprint.ops.attention import Call, available, backend, choose, reference
 from nanosprint.ops.attention_backends.measure import sample_documents
 from nanosprint.ops.attention_backends.probe import relative_error
@@ -195,7 +195,7 @@ def sweep_inputs(case, device):
     torch.manual_seed(0)
     q, k, v, grad = (torch.randn(T, H, K, device=device, dtype=torch.bfloat16) for _ in range(4))
     shared = (documents.cu_seqlens, window, K**-0.5)
-    default = tuning.attention_tiles(torch.cuda.get_device_capability(device))
+    default = tuning.attention_tiles(torch.cuda.get_device_capability(device), has_gluon)
     out, lse = attention.forward(q, k, v, *shared, default[0])
     _, norms = attention.gradient_q(grad, q, k, v, out, lse, *shared, default[1])
     calls = {

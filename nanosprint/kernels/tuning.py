@@ -11,6 +11,7 @@ Two blocks of 4 warps on a multiprocessor beat one of 8: the epilogue of one run
 96 KiB of shared memory (three stages) is the most that a tile may take.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 
@@ -141,11 +142,15 @@ ATTENTION_GRADIENT_KV = (
 _ATTENTION_DEFAULT = (AttentionTile(64, 64, 4, 2), AttentionTile(64, 32, 4, 2), AttentionTile(32, 64, 4, 2))
 
 
-def attention_tiles(capability: tuple[int, int]) -> tuple[AttentionTile, AttentionTile, AttentionTile]:
-    """Tiles of the forward pass, of `gradient_q` and of `gradient_kv`."""
+def attention_tiles(
+    capability: tuple[int, int], gluon: Callable[[], bool]
+) -> tuple[AttentionTile, AttentionTile, AttentionTile]:
+    """Tiles of the forward pass, of `gradient_q` and of `gradient_kv`. `gluon` is asked for where it would serve."""
     if capability not in MEASURED:
         return _ATTENTION_DEFAULT
-    return ATTENTION_FORWARD[0], ATTENTION_GRADIENT_Q[0], ATTENTION_GRADIENT_KV[0]
+    lists = ATTENTION_FORWARD, ATTENTION_GRADIENT_Q, ATTENTION_GRADIENT_KV
+    forward, over_queries, over_keys = (next(t for t in tiles if not t.overlap or gluon()) for tiles in lists)
+    return forward, over_queries, over_keys
 
 
 EMBEDDING = (128, 256, 1)  # sorted positions, columns and warps of a program: best of eight (`bench_embedding`)

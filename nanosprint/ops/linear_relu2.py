@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanosprint.kernels import has_triton, tuning
+from nanosprint.kernels import has_gluon, has_triton, tuning
 from nanosprint.ops.fp8 import E4M3, E5M2, padded, quantize, scaled_product, turn
 
 _log = logging.getLogger(__name__)
@@ -188,15 +188,8 @@ def _fused(kind: str, A: Tensor, B: Tensor, out: Tensor, turned: bool = False, *
 
 def _held(kind: str, B: Tensor) -> tuning.Resident | None:
     """The tile of the kernel that keeps the weights B, where it is named for the kind and they fit."""
-    held = tuning.RELU2_RESIDENT[kind] if kind in tuning.RESIDENT_RELU2 and _has_gluon() else None
+    held = tuning.RELU2_RESIDENT[kind] if kind in tuning.RESIDENT_RELU2 and has_gluon() else None
     return held if held is not None and held.fits((B.shape[0], B.shape[1]), B.element_size()) else None
-
-
-@functools.cache
-def _has_gluon() -> bool:
-    import triton
-
-    return str(triton.__version__).startswith(tuning.GLUON)
 
 
 def _route(kind: str, device: torch.device, dtype: torch.dtype) -> str:

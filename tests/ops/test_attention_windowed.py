@@ -3,10 +3,12 @@
 `test_attention.py` has it among all back ends.
 """
 
+import sys
+
 import pytest
 import torch
 
-from nanosprint.kernels import has_triton, tuning
+from nanosprint.kernels import has_gluon, has_triton, tuning
 from nanosprint.ops.attention import available, backend, check_documents, pack_documents, require
 from nanosprint.ops.attention_backends import probe, windowed
 from nanosprint.ops.attention_backends.measure import sample_documents
@@ -118,7 +120,9 @@ def test_every_tile_fits_its_card():
     """Shared memory with heads of 128 in 16 bits: 227 KiB on Hopper, 99 on the smallest card that has bf16."""
     kinds = ("ATTENTION_FORWARD", "ATTENTION_GRADIENT_Q", "ATTENTION_GRADIENT_KV")
     for which, kind in enumerate(kinds):
-        for tile, limit in [(t, 227) for t in getattr(tuning, kind)] + [(tuning.attention_tiles((8, 6))[which], 99)]:
+        for tile, limit in [(t, 227) for t in getattr(tuning, kind)] + [
+            (tuning.attention_tiles((8, 6), has_gluon)[which], 99)
+        ]:
             kept, passing = (tile.keys, tile.queries) if which == 2 else (tile.queries, tile.keys)
             blocks_kept = (1, 2, 2)[which]
             assert (blocks_kept * kept + 2 * tile.stages * passing) * 256 <= limit * 1024, (kind, tile)
@@ -129,7 +133,7 @@ def test_gpu_tiles(which, tile, monkeypatch):
     from nanosprint.kernels import attention
 
     device = torch.device("cuda")
-    tiles = list(tuning.attention_tiles(torch.cuda.get_device_capability()))
+    tiles = list(tuning.attention_tiles(torch.cuda.get_device_capability(), has_gluon))
     tiles[which] = tile
     monkeypatch.setattr(windowed, "_tiles", lambda device: tuple(tiles))
     compiled, launch = [], attention.launch
@@ -148,7 +152,7 @@ def test_gpu_tiles(which, tile, monkeypatch):
 def test_gpu_head_sizes_on_default_tiles(head_dim, dtype, monkeypatch):
     """The tiles of cards that nobody measured; odd lengths, merged projections, one head."""
     device = torch.device("cuda")
-    monkeypatch.setattr(windowed, "_tiles", lambda device: tuning.attention_tiles((8, 0)))
+    monkeypatch.setattr(windowed, "_tiles", lambda device: tuning.attention_tiles((8, 0), has_gluon))
     for heads, lengths in ((3, [1, 130, 0, 202]), (1, [77])):
         total = sum(lengths)
         *_, weight = probe.random_inputs((1, total, heads, head_dim), dtype, device)
@@ -183,3 +187,17 @@ def test_gpu_long_batches(shape):
 
 if __name__ == "__main__":
     interpreted()
+
+
+def test_another_triton_has_the_tiles_without_gluon_and_says_so_once(monkeypatch, caplog):
+    class Triton:
+        __version__ = "9.9.9"
+
+    monkeypatch.setitem(sys.modules, "triton", Triton)
+    has_gluon.cache_clear()
+    for _ in range(2):
+        assert not any(tile.overlap for tile in tuning.attention_tiles((9, 0), has_gluon))
+    assert [record.message.split(":")[0] for record in caplog.records] == ["Triton 9.9.9"]
+    has_gluon.cache_clear()
+    assert all(tile.overlap for tile in tuning.attention_tiles((9, 0), lambda: True))
+    assert not any(tile.overlap for tile in tuning.attention_tiles((8, 0), has_gluon))

@@ -32,7 +32,7 @@ def route(request, monkeypatch):
     """All kinds computed by one kernel, or none, on a GPU."""
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
-    if request.param == "resident" and not (torch.cuda.get_device_capability() == (9, 0) and linear_relu2._has_gluon()):
+    if request.param == "resident" and not (torch.cuda.get_device_capability() == (9, 0) and linear_relu2.has_gluon()):
         pytest.skip("needs a Hopper GPU and the Triton that the kernel is written for")
     everything, nothing = frozenset(tuning.RELU2_TILES), frozenset()
     monkeypatch.setattr(tuning, "FUSED_RELU2", nothing if request.param == "pass" else everything)
@@ -124,7 +124,7 @@ def test_the_kernel_that_keeps_weights_is_taken_where_it_is_named_and_they_fit(m
     for name, function in (("linear_relu2_resident", "relu2_resident"), ("linear_relu2", "relu2_product")):
         fake = SimpleNamespace(**{function: lambda *_, function=function, **__: taken.append(function)})
         monkeypatch.setitem(sys.modules, f"nanosprint.kernels.{name}", fake)
-    monkeypatch.setattr(linear_relu2, "_has_gluon", lambda: True)
+    monkeypatch.setattr(linear_relu2, "has_gluon", lambda: True)
     monkeypatch.setattr(linear_relu2, "_capability", lambda _: (9, 0))
     monkeypatch.setattr(tuning, "RESIDENT_RELU2", frozenset(("up8",)))
     codes, odd = (torch.zeros(rows, 768, dtype=fp8.E4M3) for rows in (512, 528))

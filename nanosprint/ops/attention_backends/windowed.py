@@ -9,7 +9,7 @@ import functools
 import torch
 from torch import Tensor
 
-from nanosprint.kernels import has_triton, tuning
+from nanosprint.kernels import has_gluon, has_triton, tuning
 from nanosprint.ops.attention_backends import varlen
 from nanosprint.ops.attention_backends.contract import Attention
 
@@ -38,7 +38,7 @@ def load() -> Attention:
 
 @functools.cache
 def _tiles(device: torch.device) -> tuple[tuning.AttentionTile, tuning.AttentionTile, tuning.AttentionTile]:
-    return tuning.attention_tiles(torch.cuda.get_device_capability(device))
+    return tuning.attention_tiles(torch.cuda.get_device_capability(device), has_gluon)
 
 
 def _forward(
