@@ -1,4 +1,4 @@
-"""Muon's mixture, basis and radius in whole runs: warmed up without a trace, resumed bit for bit."""
+"""Muon's options in whole runs: they change the result, are warmed up without a trace and resumed bit for bit."""
 
 from dataclasses import replace
 
@@ -11,6 +11,7 @@ from nanosprint.training.api import carry_out
 from nanosprint.training.request import load_request, save_request
 
 WORDS = {
+    "lookahead": 'groups.0.rule.lookahead={"decay": 0.8}',
     "radius": "groups.0.rule.radius={}",
     "basis": 'groups.0.rule.basis={"refresh_every": 4}',
     "mixture": 'groups.0.rule.mixture={"count": 4, "start": 5, "end": 2, "longest": 20}',

@@ -126,18 +126,8 @@ def test_two_processes_end_like_one(train_tiny, weights, nanosprint, tmp_path, t
     assert blends(tmp_path / "two") == pytest.approx(blends(one), abs=1e-9)
 
 
-def test_looking_ahead_in_a_run(train_tiny, weights, monkeypatch):
-    """It changes the result; a resumed run is the whole run; the warm-up meets it and leaves no trace."""
-    words = ('groups.0.rule.lookahead={"decay": 0.8}', "train.checkpoint_every=9")
-    recipe = load_recipe("tiny", words)
+def test_warm_up_visits_where_gradients_are_taken_ahead():
+    """That it leaves no trace, and the rest, is asked of all of Muon's options in `test_muon_options_in_a_run`."""
+    recipe = load_recipe("tiny", ('groups.0.rule.lookahead={"decay": 0.8}', "train.checkpoint_every=9"))
     visited = [plan.step for plan in warmup.training_visits(recipe, Execution(compile="off"))]
     assert visited == [0, 2, 13]  # plain, ahead, for the last time
-    whole, path = train_tiny("whole", *words), train_tiny("parts", *words, max_steps=9)
-    (path / "record.json").unlink()
-    request = replace(load_request(RunDir(path)), max_steps=None)
-    save_request(RunDir(path), request)
-    carry_out(request, RunDir(path), resume=True)
-    assert same(weights(path), weights(whole))
-    assert not same(weights(whole), weights(train_tiny("plain")))
-    monkeypatch.setattr(setup, "warm_up", lambda *_, **__: None)
-    assert same(weights(whole), weights(train_tiny("without", *words)))
