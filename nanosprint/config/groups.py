@@ -191,9 +191,16 @@ class ParamGroup:
     # "shard_sparse": of the gradient only rows that are not zero travel, which suits tables
     comm: Literal["replicate", "shard", "shard_sparse"] = field(default="shard", metadata={"hashed": False})
     every: int = field(default=1, metadata={"help": "update on every n-th step, with the sum of the gradients since"})
+    # "last": of the steps since its last update only the last has a gradient, which counts as often as there are steps.
+    # The mean is the same, the noise larger, and the product of the others is saved. Known to the head alone.
+    gradient: Literal["sum", "last"] = "sum"
     # The share of the scheduled steps in which the rate falls; None: the schedule's. Track 3 of the speedrun gained by
     # matrices that fall earlier than the rest (modded-nanogpt pull request 292).
     cooldown: float | None = None
+
+    def due(self, step: int) -> bool:
+        """Whether it is updated at `step`, counted from 0."""
+        return (step + 1) % self.every == 0
 
 
 def match_group(role: str, groups: tuple[ParamGroup, ...]) -> ParamGroup:

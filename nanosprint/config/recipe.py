@@ -151,6 +151,7 @@ class Recipe:
             average=self._average(step),
             ahead=self._ahead(step),
             ages=self._ages(step),
+            head_counts=self._head_counts(step),
             momentum=momentum,
             batch_tokens=self.train.batch_tokens,
             seq_len=self.row_tokens(self.train.batch_tokens),
@@ -166,6 +167,7 @@ class Recipe:
             average=self._average(step),
             ahead=self._ahead(step),
             ages=self._ages(step),
+            head_counts=self._head_counts(step),
             momentum=momentum,
             batch_tokens=stage.batch_tokens,
             seq_len=self.row_tokens(stage.batch_tokens),
@@ -179,6 +181,12 @@ class Recipe:
     def _average(self, step: int) -> AverageStep | None:
         average = self.schedule.average
         return None if average is None else average.step(step, self.train.num_steps)
+
+    def _head_counts(self, step: int) -> int | None:
+        for group in self.groups:
+            if group.gradient == "last":
+                return group.every if group.due(step) else 0
+        return None
 
     def _ahead(self, step: int) -> tuple[tuple[str, Ahead], ...]:
         looking = [(group, getattr(group.rule, "lookahead", None)) for group in self.groups]
@@ -220,7 +228,8 @@ class Recipe:
         the stages' `eval_windows` take effect, while rotary's extension stays that of the training windows.
         """
         stages, plan = self.schedule.stages, self.plan(min(step, self.train.num_steps - 1))
-        plan = replace(plan, batch_tokens=self.eval.batch_tokens, seq_len=self.eval.seq_len, loss=None)
+        batch_tokens, seq_len = self.eval.batch_tokens, self.eval.seq_len
+        plan = replace(plan, batch_tokens=batch_tokens, seq_len=seq_len, loss=None, head_counts=None)
         if stages is not None and step >= self.train.num_steps and stages.eval_windows is not None:
             plan = replace(plan, windows=stages.eval_windows)
         return plan if plan.max_document is None else replace(plan, max_document=self.eval.seq_len)
@@ -376,6 +385,9 @@ class Recipe:
                 (f"groups.{i}.every", group.every, group.every >= 1, "at least 1"),
                 (f"groups.{i}.weight_decay", group.weight_decay, group.weight_decay >= 0, "0 or more"),
             ]
+            if group.gradient == "last":
+                fits = group.role == "head" and group.every > 1
+                checks.append((f"groups.{i}.gradient", "last", fits, "sum, but for a group head with every above 1"))
             for name in ("betas", "momentum"):
                 value = getattr(group.rule, name, ())
                 fits = all(0 <= beta < 1 for beta in (value if isinstance(value, tuple) else (value,)))

@@ -358,6 +358,7 @@ class StepPlan:
     average: AverageStep | None = None  # None: the average of the weights stays as it is
     ahead: tuple[tuple[str, Ahead], ...] = ()  # by role, of groups that look ahead at this step
     ages: tuple[tuple[str, float], ...] = ()  # by role, the mean age of groups with a mixture of momenta
+    head_counts: int | None = None  # how often the gradient of the head's weight counts; 0: none is made. None: once
 
     def factor_of(self, role: str) -> float:
         """What the rate of the group of this role is multiplied by."""

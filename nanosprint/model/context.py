@@ -24,7 +24,8 @@ class LossTensors(NamedTuple):
 class Context(NamedTuple):
     """documents: where they end. short, long: windows in tokens. attn_scale: in place of the recipe's scale of scores.
 
-    loss: weights of the training objective; None is plain cross-entropy of the next token.
+    loss: weights of the training objective; None is plain cross-entropy of the next token. head_counts: how often the
+    gradient of the head's weight counts; 0: none is made. None: once.
     """
 
     documents: Documents | None = None
@@ -32,6 +33,7 @@ class Context(NamedTuple):
     long: Limit | None = None
     attn_scale: Scale | None = None
     loss: LossTensors | None = None
+    head_counts: Limit | None = None
 
     def window(self, name: str) -> Limit | None:
         """The window that a layer's spec names, in tokens; None sees everything before."""
@@ -55,8 +57,9 @@ class Context(NamedTuple):
         documents = self.documents
         if documents is not None:
             documents = documents._replace(max_seq_len=convert(int(documents.max_seq_len)))
-        short, long = (None if window is None else convert(int(window)) for window in (self.short, self.long))
-        return self._replace(documents=documents, short=short, long=long)
+        numbers = (self.short, self.long, self.head_counts)
+        short, long, head_counts = (None if number is None else convert(int(number)) for number in numbers)
+        return self._replace(documents=documents, short=short, long=long, head_counts=head_counts)
 
 
 NO_CONTEXT = Context()

@@ -120,7 +120,8 @@ class GPT(nn.Module):
 
         With `context.loss` it is that objective, in which the targets of a row serve its earlier tokens, too.
         """
-        return self.head.loss_sum(self.hidden(tokens, context), targets_BS, self.embed.weight, context.loss)
+        hidden = self.hidden(tokens, context)
+        return self.head.loss_sum(hidden, targets_BS, self.embed.weight, context.loss, context.head_counts)
 
     def set_prefixes(self, table: Tensor) -> None:
         """Tell the head each token's longest proper prefix: (n,) int64 of at most V tokens, -1 where there is none.

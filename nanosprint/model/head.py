@@ -17,6 +17,7 @@ from nanosprint.model.linear import init_linear
 from nanosprint.model.objective import NOT_SCORED, labelled_loss, labels_of
 from nanosprint.model.roles import Role
 from nanosprint.model.sampled import draw
+from nanosprint.ops.attention import Limit
 from nanosprint.ops.softcap_xent import Labels
 
 HeadLoss = Callable[..., Tensor]  # `ops.head_loss.head_loss`, its scales given or not
@@ -88,38 +89,51 @@ class Head(nn.Module):
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return logits if self.config.softcap is None else softcap(logits, self.config.softcap)
 
-    def loss_sum(self, x_BSD: Tensor, targets_BS: Tensor, tied: Tensor, loss: LossTensors | None = None) -> Tensor:
-        """Cross-entropy in nats, summed over the targets that count (those not NOT_SCORED); with `loss`, of those."""
+    def loss_sum(
+        self,
+        x_BSD: Tensor,
+        targets_BS: Tensor,
+        tied: Tensor,
+        loss: LossTensors | None = None,
+        counts: Limit | None = None,
+    ) -> Tensor:
+        """Cross-entropy in nats, summed over the targets that count (those not NOT_SCORED); with `loss`, of those.
+
+        counts: how often the weight's gradient counts; 0: it is zero and not computed. None: once.
+        """
         x, targets = x_BSD.flatten(0, -2), targets_BS.flatten()
         wide = torch.promote_types(x.dtype, torch.float32)
         if torch.is_grad_enabled() and (self.train_loss is not None or loss is not None):
-            return self._training_loss(x, labels_of(targets_BS, loss, self.prefixes, wide), tied, loss)
+            return self._training_loss(x, labels_of(targets_BS, loss, self.prefixes, wide), tied, loss, counts)
+        weight_VD = _counted(self._weight_VD(tied), counts)
         if loss is not None:
-            return labelled_loss(self._logits(x, tied), labels_of(targets_BS, loss, self.prefixes, wide))
+            return labelled_loss(self._logits(x, weight_VD), labels_of(targets_BS, loss, self.prefixes, wide))
         if torch.is_grad_enabled():
-            return self._next_token(x, targets, tied)
+            return self._next_token(x, targets, weight_VD)
         # Validation may have rows far longer than training's: their logits are made a part at a time.
         chunk = max(1, _LOGITS_AT_ONCE[x.is_cuda] // self.config.vocab_size)
         parts = zip(x.split(chunk), targets.split(chunk), strict=True)
-        return torch.stack([self._next_token(*part, tied) for part in parts]).sum()
+        return torch.stack([self._next_token(*part, weight_VD) for part in parts]).sum()
 
-    def _training_loss(self, x_TD: Tensor, labels: Labels, tied: Tensor, loss: LossTensors | None) -> Tensor:
+    def _training_loss(
+        self, x_TD: Tensor, labels: Labels, tied: Tensor, loss: LossTensors | None, counts: Limit | None
+    ) -> Tensor:
         columns = None
         if loss is not None and loss.sampled is not None:
             columns, labels = draw(labels, self.config.vocab_size, loss.sampled)
         if self.train_loss is None:
-            logits = self._logits(x_TD, tied)
+            logits = self._logits(x_TD, _counted(self._weight_VD(tied), counts))
             return labelled_loss(logits if columns is None else logits.index_select(-1, columns), labels)
         weight = tied if self.weight is None else self.weight
-        options = {"softcap": self.config.softcap, "in_out": self.in_out, "columns": columns}
+        options = {"softcap": self.config.softcap, "in_out": self.in_out, "columns": columns, "counts": counts}
         return self.train_loss(x_TD, weight, labels, **options)
 
-    def _next_token(self, x_TD: Tensor, targets_T: Tensor, tied: Tensor) -> Tensor:
-        return F.cross_entropy(self._logits(x_TD, tied), targets_T, ignore_index=NOT_SCORED, reduction="sum")
+    def _next_token(self, x_TD: Tensor, targets_T: Tensor, weight_VD: Tensor) -> Tensor:
+        return F.cross_entropy(self._logits(x_TD, weight_VD), targets_T, ignore_index=NOT_SCORED, reduction="sum")
 
-    def _logits(self, x_TD: Tensor, tied: Tensor) -> Tensor:
+    def _logits(self, x_TD: Tensor, weight_VD: Tensor) -> Tensor:
         """Capped logits for the loss, on a GPU with columns of -inf up to a multiple of 64."""
-        weight = self._weight_VD(tied).to(x_TD.dtype)
+        weight = weight_VD.to(x_TD.dtype)
         extra = -weight.size(0) % _ALIGN if x_TD.is_cuda else 0
         if not extra:
             return self._cap(F.linear(x_TD, weight))
@@ -128,3 +142,11 @@ class Head(nn.Module):
         logits = self._cap(F.linear(x_TD, F.pad(weight, (0, 0, 0, extra))))
         beyond = torch.arange(logits.size(-1), device=logits.device) >= weight.size(0)
         return logits.masked_fill(beyond, float("-inf"))
+
+
+def _counted(weight: Tensor, counts: Limit | None) -> Tensor:
+    """The same numbers, whose gradient counts `counts` times."""
+    if counts is None:
+        return weight
+    fixed = weight.detach()
+    return fixed + counts * (weight - fixed)

@@ -15,6 +15,9 @@ gradient of one; the backward pass multiplies them by the real one, which for a 
     dW = g^T x       FP8: e5m2 x e4m3, precise, fp32
 
 The weight is (V, D), or (D, V) with `in_out`, which needs other copies of the same tensors and is as fast.
+
+A weight that is updated less often than at every step may have its gradient made at those steps alone (`counts`). That
+saves one of the three products at the others, and in FP8 the transposed copy of the logits' gradient.
 """
 
 from typing import Any, NamedTuple
@@ -24,7 +27,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanosprint.config.model import SoftcapSpec
-from nanosprint.ops.fp8 import E4M3, E5M2, quantize_pair, scaled_product
+from nanosprint.ops.attention import Limit
+from nanosprint.ops.fp8 import E4M3, E5M2, quantize_pair, scaled_product, turn
 from nanosprint.ops.softcap_xent import Curve, Labels, curve_of, loss_and_grad
 
 _ALIGN = 64  # tensor cores want the vocabulary in multiples of this; FP8 products need 16
@@ -49,12 +53,15 @@ def head_loss(
     in_out: bool = False,
     scales: Fp8Scales | None = None,
     columns: Tensor | None = None,
+    counts: Limit | None = None,
 ) -> Tensor:
     """The summed loss of x (T, D) and a weight (V, D), or (D, V) with `in_out`: 0-D fp32, differentiable in both.
 
     The loss is that of `ops.softcap_xent` on logits rounded to the dtype of x (bf16 with `scales`). Gradients are made
     in any case, so this is not for validation. V is padded to a multiple of 64 inside. A weight beyond 448 times its
     scale is clamped. columns (n,): int64, the tokens that there are logits of; labels count in them then. None is all.
+    counts: how often the weight's gradient counts, a number or data (`ops.attention.as_data`); 0: it is zero and not
+    computed. None: once.
 
     Raises ValueError for shapes that do not fit, an FP8 product whose D is not a multiple of 16, or scales that are not
     positive. Source: Micikevicius et al. 2022, arXiv:2209.05433; the speedrun's records #19, #60, #79.
@@ -68,7 +75,9 @@ def head_loss(
     if scales is not None and (D % 16 or not all(s > 0 for s in scales)):
         raise ValueError(f"D={D}, {scales}: FP8 products need a multiple of 16 and positive scales")
     curve = curve_of(softcap)
-    loss, _, _ = _head_loss(x, weight, *labels, columns, curve and list(curve), in_out, scales and list(scales))
+    times, data = (1, counts) if isinstance(counts, Tensor) else (1 if counts is None else counts, None)
+    options = (curve and list(curve), in_out, scales and list(scales), times, data)
+    loss, _, _ = _head_loss(x, weight, *labels, columns, *options)
     return loss
 
 
@@ -85,8 +94,13 @@ class _Plain:
 
     inverse = 1.0  # what the logits' gradient is multiplied by
 
-    def backward(self, x: Tensor, g: Tensor, in_out: bool) -> tuple[Tensor, Tensor]:
-        return g @ self.weight, (x.mT @ g if in_out else g.mT @ x).to(torch.promote_types(x.dtype, torch.float32))
+    def backward(self, x: Tensor, g: Tensor, in_out: bool, times: int) -> tuple[Tensor, Tensor | None]:
+        """Gradients of x and, `times` over, of the weight; None for 0."""
+        dx = g @ self.weight
+        if not times:
+            return dx, None
+        dw = (x.mT @ g if in_out else g.mT @ x).to(torch.promote_types(x.dtype, torch.float32))
+        return dx, dw if times == 1 else dw.mul_(times)
 
 
 class _Fp8:
@@ -104,13 +118,15 @@ class _Fp8:
         y = scaled_product(x8, self.weight, self.scales.x, self.scales.weight, torch.bfloat16, fast=True)
         return y, torch.empty_like(y, dtype=E5M2)
 
-    def backward(self, x: Tensor, g: Tensor, in_out: bool) -> tuple[Tensor, Tensor]:
+    def backward(self, x: Tensor, g: Tensor, in_out: bool, times: int) -> tuple[Tensor, Tensor | None]:
         x_s, w_s, g_s = self.scales
-        g8, g_turned = quantize_pair(g, 1.0, E5M2)  # it is in E5M2 already: only turned
-        dx = scaled_product(g8, self.turned, g_s, w_s, torch.bfloat16)
+        dx = scaled_product(g, self.turned, g_s, w_s, torch.bfloat16)
+        if not times:
+            return dx, None
+        g_turned = turn(g)
         if in_out:
-            return dx, scaled_product(self.x_turned, g_turned, x_s, g_s, torch.float32)
-        return dx, scaled_product(g_turned, self.x_turned, g_s, x_s, torch.float32)
+            return dx, scaled_product(self.x_turned, g_turned, x_s * times, g_s, torch.float32)
+        return dx, scaled_product(g_turned, self.x_turned, g_s, x_s * times, torch.float32)
 
 
 @torch.library.custom_op("nanosprint::head_loss", mutates_args=())
@@ -125,8 +141,11 @@ def _head_loss(
     curve: list[float] | None,
     in_out: bool,
     scales: list[float] | None,
+    times: int,
+    times_data: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(loss, gradient of x, gradient of the weight) for an upstream gradient of one."""
+    """(loss, gradient of x, gradient of the weight) for an upstream gradient of one; the latter so many times over."""
+    times = times if times_data is None else int(times_data)
     across, whole = int(in_out), weight
     if columns is not None:
         weight = whole.index_select(across, columns)
@@ -136,20 +155,24 @@ def _head_loss(
     weight_VD = padded.mT if in_out else padded
     product = _Plain(weight_VD, x.dtype) if scales is None else _Fp8(weight_VD, Fp8Scales(*scales))
     cap = None if curve is None else Curve(*curve)
-    total, dx, dw = [], [], None
+    total, dx = [], []
+    dw: Tensor | None = None
     rows = _rows_at_once(len(x), V + extra, x.device)
     for part, part_ids, part_totals in zip(x.split(rows), ids.split(rows), totals.split(rows), strict=True):
         logits, g = product.forward(part)
         labels = Labels(part_ids, weights, part_totals, rest)
         total.append(loss_and_grad(logits, labels, cap, g, valid=V, inverse=product.inverse).sum())
         del logits
-        part_dx, part_dw = product.backward(part, g, in_out)
+        part_dx, part_dw = product.backward(part, g, in_out, times)
         dx.append(part_dx)
-        dw = part_dw if dw is None else dw.add_(part_dw)
-    assert dw is not None
-    dw = dw.narrow(across, 0, V)
-    if columns is not None:
-        dw = dw.new_zeros(whole.shape).index_copy_(across, columns, dw)
+        dw = part_dw if dw is None or part_dw is None else dw.add_(part_dw)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    if dw is None:
+        dw = torch.zeros(whole.shape, dtype=wide, device=x.device)
+    else:
+        dw = dw.narrow(across, 0, V)
+        if columns is not None:
+            dw = dw.new_zeros(whole.shape).index_copy_(across, columns, dw)
     one = len(dx) == 1
     loss = total[0] if one else torch.stack(total).sum()
     return loss, (dx[0] if one else torch.cat(dx)).to(x.dtype), dw.contiguous()
@@ -167,6 +190,8 @@ def _(
     curve: list[float] | None,
     in_out: bool,
     scales: list[float] | None,
+    times: int,
+    times_data: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     wide = torch.promote_types(x.dtype, torch.float32)
     dw = torch.empty_like(weight, dtype=wide, memory_format=torch.contiguous_format)
@@ -183,10 +208,10 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 def _derive(ctx: Any, g: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     if g is None:
-        return (None,) * 10
+        return (None,) * 12
     dx, dw = ctx.saved_tensors
     # A 0-D tensor does not widen what it multiplies.
-    return dx * g, (dw * g).to(ctx.weight_dtype), *(None,) * 8
+    return dx * g, (dw * g).to(ctx.weight_dtype), *(None,) * 10
 
 
 _head_loss.register_autograd(_derive, setup_context=_setup_context)

@@ -46,7 +46,7 @@ class Part(ABC):
 
     def due(self, plan: StepPlan) -> bool:
         """Whether it is updated at this step, with the sum of the gradients since the last time."""
-        return (plan.step + 1) % self.group.every == 0
+        return self.group.due(plan.step)
 
     @property
     @abstractmethod

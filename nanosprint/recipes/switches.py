@@ -538,7 +538,12 @@ def _(recipe: Recipe) -> Recipe:
 
 @switch("every_other", "groups that move at every second step only; at every step")
 def _(recipe: Recipe) -> Recipe:
-    return _groups(recipe, lambda g: replace(g, every=1))
+    return _groups(recipe, lambda g: replace(g, every=1, gradient="sum"))
+
+
+@switch("last_gradient", "a head whose gradient is made at its updates alone; at every step")
+def _(recipe: Recipe) -> Recipe:
+    return _groups(recipe, lambda g: replace(g, gradient="sum"))
 
 
 @switch("momentum_warmup", "the schedule of Muon's momentum; constant")

@@ -106,6 +106,7 @@ def context_of(
         long=None if plan.windows is None else plan.windows.long,
         attn_scale=attn_scale,
         loss=loss,
+        head_counts=plan.head_counts,
     )
 
 

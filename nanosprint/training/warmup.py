@@ -130,13 +130,14 @@ def first_of_each(plans: Iterable[StepPlan], kind: Callable[[StepPlan], Hashable
 def graph_of(plan: StepPlan, execution: Execution) -> Hashable:
     """What of a plan its compiled graph depends on, and its recorded one; where there is neither, its shapes.
 
-    Windows, the longest document and the scale of scores are constants of a graph where the attention back end bakes
-    its limits, and of every recorded one; elsewhere they are data.
+    Windows, the longest document, the scale of scores and how often the head's gradient counts are constants of a graph
+    where the attention back end bakes its limits, and of every recorded one; elsewhere they are data.
     """
     loss = None if plan.loss is None else (len(plan.loss.tokens), plan.loss.prefix > 0, plan.loss.sampled)
     compiled_in = execution.compile != "off" and BACKENDS[execution.attention].bakes_limits
     bakes = compiled_in or execution.cuda_graphs == "on"
-    return plan.batch_tokens, plan.seq_len, loss, (plan.windows, plan.max_document, plan.yarn) if bakes else None
+    baked = (plan.windows, plan.max_document, plan.yarn, plan.head_counts)
+    return plan.batch_tokens, plan.seq_len, loss, baked if bakes else None
 
 
 def validation_batch_tokens(recipe: Recipe, parts: int) -> int:

@@ -136,6 +136,19 @@ def test_plans_of_groups_that_look_ahead():
     assert recipe.hash != load_recipe("tiny").hash
 
 
+def test_plans_of_a_head_with_the_last_gradient_alone():
+    """It counts for all steps since the update before, and the other steps make none."""
+    words = ["groups.2.every=3", "groups.2.gradient=last"]
+    recipe = load_recipe("tiny", words)
+    assert [recipe.plan(step).head_counts for step in range(7)] == [0, 0, 3, 0, 0, 3, 0]
+    assert recipe.eval_plan(2).head_counts is None
+    assert [load_recipe("tiny", words[:1]).plan(step).head_counts for step in (1, 2)] == [None, None]
+    assert recipe.hash != load_recipe("tiny", words[:1]).hash
+    for wrong in (["groups.2.gradient=last"], ["groups.1.every=2", "groups.1.gradient=last"]):
+        with pytest.raises(ValueError, match=r"gradient=last: it must be sum, but for a group head with every above 1"):
+            load_recipe("tiny", wrong)
+
+
 def test_plans_of_groups_with_a_mixture_of_momenta():
     """The mean age goes in a line over the run; other groups have none, and neither has a recipe without."""
     recipe = load_recipe("tiny", ['groups.0.rule.mixture={"start": 8, "end": 2}'])

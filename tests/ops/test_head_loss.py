@@ -1,11 +1,15 @@
 """The head's product and loss in one operator, against float64 autograd and an emulation of its roundings."""
 
+from functools import partial
+
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from nanosprint.config import SoftcapSpec
 from nanosprint.ops import fp8
 from nanosprint.ops import head_loss as module
+from nanosprint.ops.attention import as_data
 from nanosprint.ops.head_loss import Fp8Scales, head_loss
 from nanosprint.ops.softcap_xent import Labels
 from tests.ops.test_fp8 import rounded
@@ -140,13 +144,37 @@ def test_zero_weight_is_a_uniform_loss():
 def test_opcheck_and_compile(in_out, scales):
     x, weight, labels = case(20, 16, 50, in_out, torch.bfloat16)
     op = torch.ops.nanosprint.head_loss.default
-    torch.library.opcheck(op, (x, weight, *labels, None, None, in_out, scales and list(scales)))
+    data = torch.tensor(2, dtype=torch.int32)
+    torch.library.opcheck(op, (x, weight, *labels, None, None, in_out, scales and list(scales), 1, data))
     options = {"in_out": in_out, "scales": scales, "softcap": CAP}
-    compiled = torch.compile(lambda x, w: head_loss(x, w, labels, **options), backend="aot_eager", fullgraph=True)
-    loss = compiled(x, weight)
-    results = loss.detach(), *torch.autograd.grad(0.1 * loss, (x, weight))
-    for a, b in zip(results, run(x, weight, labels, 0.1, **options), strict=True):
-        torch.testing.assert_close(a, b)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(partial(head_loss, labels=labels, **options), backend=counter, fullgraph=True)
+    for counts in (0, 2):  # data: one graph serves both
+        loss = compiled(x, weight, counts=as_data(counts))
+        results = loss.detach(), *torch.autograd.grad(0.1 * loss, (x, weight))
+        for a, b in zip(results, run(x, weight, labels, 0.1, counts=counts, **options), strict=True):
+            torch.testing.assert_close(a, b)
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("device", DEVICES, indirect=True)
+@pytest.mark.parametrize("in_out", LAYOUTS)
+@pytest.mark.parametrize("scales", [None, SCALES])
+@pytest.mark.parametrize("counts", [0, 3])
+def test_the_weights_gradient_counts_so_often(device, in_out, scales, counts, monkeypatch):
+    """Or not at all; the loss and the gradient of x never see it. In several parts, with a part of the vocabulary."""
+    monkeypatch.setattr(module, "_rows_at_once", lambda *_: 16)
+    x, weight, labels = case(40, 16, 83, in_out, torch.bfloat16, device)
+    columns = torch.arange(0, 83, 2, device=device)
+    labels = labels._replace(ids=labels.ids.clamp(max=len(columns) - 1))
+    options = {"softcap": CAP, "in_out": in_out, "scales": scales, "columns": columns}
+    loss, dx, dw = run(x, weight, labels, 0.1, **options)
+    for given in (counts, as_data(counts)):
+        got_loss, got_dx, got_dw = run(x, weight, labels, 0.1, counts=given, **options)
+        assert torch.equal(got_loss, loss)
+        assert torch.equal(got_dx, dx)
+        torch.testing.assert_close(got_dw, counts * dw)
+        assert (got_dw.dtype, got_dw.is_contiguous()) == (dw.dtype, True)
 
 
 def test_weight_in_bf16_gets_its_gradient_in_bf16():

@@ -15,7 +15,12 @@ from nanosprint.training.resolve import resolve
 from nanosprint.training.setup import build_state
 from nanosprint.training.warmup import warm_up
 
-IN_NO_RECIPE = {"precision.fp8_projections": "{}", "model.bigram.orders": "[2, 3]", "model.bigram.longer_rows": 500}
+IN_NO_RECIPE = {
+    "precision.fp8_projections": "{}",
+    "model.bigram.orders": "[2, 3]",
+    "model.bigram.longer_rows": 500,
+    "groups.2.gradient": "last",
+}
 
 
 @cache
