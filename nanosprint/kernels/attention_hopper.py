@@ -20,6 +20,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -168,6 +169,7 @@ def _attention_forward_kernel(
     q = _buffers(Q, 1)
     ks, vs = _buffers(K, STAGES), _buffers(V, STAGES)
     q_bar, k_bars, v_bars = _barriers(1), _barriers(STAGES), _barriers(STAGES)
+    fence_async_shared()  # the copy engine, too, sees that they have begun
     end = start + QUERIES - KEYS  # where the last block of keys begins, which comes first
     own: gl.constexpr = QUERIES // KEYS if QUERIES // KEYS < STAGES else STAGES
     _fetch(Q, start, column, q_bar, q, 0, True, 1)
@@ -239,6 +241,7 @@ def _attention_gradient_q_kernel(
     q, g = _buffers(Q, 1), _buffers(G, 1)
     ks, vs = _buffers(K, STAGES), _buffers(V, STAGES)
     own_bar, bars = _barriers(1), _barriers(STAGES)
+    fence_async_shared()
     end = start + QUERIES - KEYS  # as in the forward pass
     own: gl.constexpr = QUERIES // KEYS if QUERIES // KEYS < STAGES - 1 else STAGES - 1
     _fetch_pair(Q, G, start, column, own_bar, q, g, 0, True, 1)
@@ -310,6 +313,7 @@ def _attention_gradient_kv_kernel(
     lses, deltas = _buffers(NORMS, STAGES), _buffers(NORMS, STAGES)
     norms = head * (2 * padded)
     own_bar, bars = _barriers(1), _barriers(STAGES)
+    fence_async_shared()
     _fetch_pair(K, V, start, column, own_bar, k, v, 0, True, 1)
     # A key's first query is itself.
     _fetch_queries(Q, G, NORMS, start, column, norms, padded, bars, qs, gs, lses, deltas, 0, True, STAGES)

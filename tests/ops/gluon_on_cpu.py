@@ -22,6 +22,7 @@ class Machine:
     def __init__(self) -> None:
         self.program, self.late_copies, self.late_products = 0, False, False
         self.pending: list[Product] = []
+        self.fenced = True  # whether the copy engine sees all barriers
 
     def product(self, a: Any, b: "Shared", acc: Any, use_acc: bool = True, is_async: bool = False) -> "Product":
         assert is_async
@@ -40,8 +41,12 @@ class Machine:
 
     def shared(self, dtype: Any, shape: list[int], layout: Any) -> "Shared":
         if layout == "barrier":
+            self.fenced = False
             return Shared([Barrier(self) for _ in range(shape[0])])
         return Shared(torch.full([int(n) for n in shape], float("nan"), dtype=dtype))
+
+    def fence(self) -> None:
+        self.fenced = True
 
     def launch(
         self, kernel: Any, programs: int, *args: Any, late_copies: bool, late_products: bool, **constants: int
@@ -137,6 +142,7 @@ class Barrier:
         self.missing = nbytes
 
     def copy(self, target: Tensor, descriptor: Descriptor, at: list[Any]) -> None:
+        assert self.machine.fenced, "the copy engine may not see yet that the barrier has begun"
         work = (target, descriptor, [int(a) for a in at])
         self.late.append(work)
         if not self.machine.late_copies:
@@ -222,7 +228,7 @@ def load_module(path: str, machine: Machine) -> Any:
             "jit": _jit, "constexpr_function": _jit, "language": _language(machine),
         },
         "triton.experimental.gluon.language.nvidia.hopper": {
-            "fence_async_shared": lambda: None, "mbarrier": mbarrier,
+            "fence_async_shared": machine.fence, "mbarrier": mbarrier,
             "tma": SimpleNamespace(async_copy_global_to_shared=_copy),
             "warpgroup_mma": machine.product, "warpgroup_mma_init": lambda x: x,
             "warpgroup_mma_wait": machine.wait,
