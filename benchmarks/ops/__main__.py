@@ -37,15 +37,13 @@ OPERATORS = (
 )
 
 
-def chosen(words: str | None) -> list[Operator]:
-    """Operators whose name contains one of the words, which commas part; all without. ValueError for an unknown one."""
+def chosen(words: str | None, among: Sequence[Operator] = OPERATORS) -> list[Operator]:
+    """Those whose name contains one of the words, which commas part; all without. ValueError for an unknown one."""
     wanted = [word.strip() for word in words.split(",")] if words else [""]
     for word in wanted:
-        if not any(word in operator.name for operator in OPERATORS):
-            raise ValueError(
-                f"--only {word}: no operator is called so; there are {'; '.join(o.name for o in OPERATORS)}"
-            )
-    return [operator for operator in OPERATORS if any(word in operator.name for word in wanted)]
+        if not any(word in operator.name for operator in among):
+            raise ValueError(f"--only {word}: no operator is called so; there are {'; '.join(o.name for o in among)}")
+    return [operator for operator in among if any(word in operator.name for word in wanted)]
 
 
 def run(

@@ -35,6 +35,9 @@ class Case:
     ours: the operator as training calls it. check: called once, before anything is timed, it returns the relative error
     against the formula in fp32, which must not exceed `tolerance`. costs: one for each pass. reference: the same of
     eager PyTorch operators. compiled: those compiled by torch, at its first call.
+
+    changes: what `ours` updates in place, tensors in whatever holds them, once it has been called. fills: tensors that
+    it overwrites, whatever they held.
     """
 
     name: str = ""
@@ -46,6 +49,8 @@ class Case:
     reference: Work | str
     compiled: Work | str
     library: Library | str = "no library has it"
+    changes: Callable[[], Any] | None = None
+    fills: Sequence[Tensor] = ()
 
 
 @dataclass(frozen=True)

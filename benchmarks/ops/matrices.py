@@ -141,6 +141,7 @@ def muon(sizes: Sizes) -> Iterator[Case]:
         shape=_names(sizes), ours=optimizer.step, check=check, tolerance=1.5e-2 if sizes.dim >= 256 else 3e-2,
         costs=(Cost(nbytes=nbytes), Cost(_flops(sizes))), reference=partial(_by_cublas, optimizer.step),
         compiled="bench_optim has it", library=_torch_muon(twins),
+        changes=lambda: [(param, optimizer.state[param]) for param in params],
     )  # fmt: skip
 
 

@@ -97,6 +97,7 @@ def adam(sizes: Sizes) -> Iterator[Case]:
         costs=(Cost(nbytes=22 * weight.numel()),), reference=eager,
         compiled=partial(torch.compile(first_step, dynamic=False), weight, grad, *averages),
         library=Library("torch fused, averages in bf16", torch.optim.AdamW([twin], fused=True, **rule).step),
+        changes=lambda: (param, optimizer.state[param]),
     )  # fmt: skip
 
 
