@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanosprint.kernels.host import sent
 from nanosprint.kernels.parts import FLOATS, ceil_div, upload
 
 _BLOCK = 2048  # elements of a program, as in `kernels.muon`; not measured yet
@@ -118,11 +119,11 @@ def adam_steps(jobs: Sequence[tuple[Row, Numbers]]) -> None:
         first = alike[0][0][0]
         blocks = ceil_div(max(row[0].numel() for row, _ in alike), _BLOCK)
         addresses = chain.from_iterable((*(t.data_ptr() for t in row), row[0].numel()) for row, _ in alike)
-        scalars = torch.tensor([numbers.scalars() for _, numbers in alike], dtype=torch.float32)
+        scalars = [numbers.scalars() for _, numbers in alike]
         if blocks:
             with torch.cuda.device_of(first):
                 _adam_all_kernel[(blocks, len(alike))](
-                    upload(tuple(addresses), first.device), scalars.to(first.device, non_blocking=True),
+                    upload(tuple(addresses), first.device), sent(scalars, torch.float32, first.device),
                     WEIGHT=FLOATS[weight], GRAD=FLOATS[grad], CAUTIOUS=cautious, BLOCK=_BLOCK, num_warps=8,
                 )  # fmt: skip
     torch.autograd.graph.increment_version([row[0] for row, _ in jobs])

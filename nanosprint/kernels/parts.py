@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanosprint.kernels.host import sent
+
 FLOATS = {
     torch.float32: tl.float32,
     torch.bfloat16: tl.bfloat16,
@@ -43,8 +45,7 @@ def upload(numbers: tuple[int, ...], device: torch.device) -> Tensor:
     if stream not in tables:
         if tables and torch.cuda.is_current_stream_capturing():
             return next(iter(tables.values()))
-        # So small a copy from pageable memory waits for nothing.
-        tables[stream] = torch.tensor(numbers, dtype=torch.int64).to(device, non_blocking=True)
+        tables[stream] = sent(numbers, torch.int64, device)
     return tables[stream]
 
 

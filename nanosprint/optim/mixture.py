@@ -16,11 +16,13 @@ Source: see `MomentumMixture`.
 
 import functools
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from nanosprint.config.groups import MomentumMixture
+from nanosprint.kernels.host import sent
 
 
 def mix_all_(
@@ -41,9 +43,9 @@ def mix_(momenta: Tensor, grads: Tensor, mixture: MomentumMixture, age: float) -
     (k, *shape) in momenta's dtype.
     """
     ages = ages_of(mixture)
-    around = (len(ages), *(1 for _ in grads.shape[1:]))
-    momenta.lerp_(grads.to(momenta.dtype).unsqueeze(1), _sent([1 / (1 + a) for a in ages], momenta).view(around))
-    weights = _sent(weights_of(tuple(ages), age), momenta).expand(len(momenta), 1, -1)
+    around, send = (len(ages), *(1 for _ in grads.shape[1:])), partial(sent, dtype=momenta.dtype, device=momenta.device)
+    momenta.lerp_(grads.to(momenta.dtype).unsqueeze(1), send([1 / (1 + a) for a in ages]).view(around))
+    weights = send(weights_of(tuple(ages), age)).expand(len(momenta), 1, -1)
     return torch.bmm(weights, momenta.flatten(2)).view(grads.shape)
 
 
@@ -77,9 +79,3 @@ def _powers(ages: tuple[float, ...], power: float) -> list[float]:
     largest = ages[-1] if power > 0 else ages[0]  # so that no power overflows
     powers = [(a / largest) ** power for a in ages]
     return [p / sum(powers) for p in powers]
-
-
-def _sent(numbers: list[float], like: Tensor) -> Tensor:
-    """The numbers on the device of `like`, in its dtype, without the host waiting for that device."""
-    host = torch.tensor(numbers, dtype=like.dtype, pin_memory=like.is_cuda)
-    return host.to(like.device, non_blocking=True)
