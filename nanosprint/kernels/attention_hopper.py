@@ -80,6 +80,18 @@ def _barriers(NUM: gl.constexpr):
 
 
 @gluon.jit
+def _end(bars, NUM: gl.constexpr):
+    """Give up barriers, after which their memory may hold something else.
+
+    To be called last: the compiler puts scratch where a barrier has been waited for the last time, but until it is
+    invalidated the hardware takes the place for a barrier. When the GPU turned from this kernel to another process and
+    back, it wrote there, into the first of 64 deltas, and training ended in NaN.
+    """
+    for i in gl.static_range(NUM):
+        mbarrier.invalidate(bars.index(i))
+
+
+@gluon.jit
 def _buffers(X, NUM: gl.constexpr):
     shape: gl.constexpr = [NUM] + X.block_type.shape  # noqa: RUF005  what Gluon compiles has no unpacking
     return gl.allocate_shared_memory(X.dtype, shape, X.layout)
@@ -221,6 +233,9 @@ def _attention_forward_kernel(
     gl.store(LSE + head.to(gl.int64) * T + rows, lse, mask=rows < T)
     total = total / gl.convert_layout(norm, gl.SliceLayout(1, TOTAL))[:, None]
     _store_rows(OUT, total, start, column, out_row, T, QUERIES, HEAD)
+    _end(q_bar, 1)
+    _end(k_bars, STAGES)
+    _end(v_bars, STAGES)
 
 
 @gluon.jit(do_not_specialize=["T", "entries", "bits", "window"])
@@ -278,6 +293,8 @@ def _attention_gradient_q_kernel(
         total = warpgroup_mma(gl.convert_layout(ds.to(K.dtype), LEFT), k, total, is_async=True)
     total = warpgroup_mma_wait(0, deps=(total,))
     _store_rows(DQ, total * scale, start, column, H * HEAD, T, QUERIES, HEAD)
+    _end(own_bar, 1)
+    _end(bars, STAGES)
 
 
 @gluon.jit
@@ -353,6 +370,8 @@ def _attention_gradient_kv_kernel(
     dk, dv = warpgroup_mma_wait(0, deps=(dk, dv))
     _store_rows(DK, dk * scale, start, column, H * HEAD, T, KEYS, HEAD)
     _store_rows(DV, dv, start, column, H * HEAD, T, KEYS, HEAD)
+    _end(own_bar, 1)
+    _end(bars, STAGES)
 
 
 KERNELS = {

@@ -23,6 +23,7 @@ class Machine:
         self.program, self.late_copies, self.late_products = 0, False, False
         self.pending: list[Product] = []
         self.fenced = True  # whether the copy engine sees all barriers
+        self.barriers: list[Barrier] = []
 
     def product(self, a: Any, b: "Shared", acc: Any, use_acc: bool = True, is_async: bool = False) -> "Product":
         assert is_async
@@ -42,21 +43,30 @@ class Machine:
     def shared(self, dtype: Any, shape: list[int], layout: Any) -> "Shared":
         if layout == "barrier":
             self.fenced = False
-            return Shared([Barrier(self) for _ in range(shape[0])])
+            self.barriers += (mine := [Barrier(self) for _ in range(shape[0])])
+            return Shared(mine)
         return Shared(torch.full([int(n) for n in shape], float("nan"), dtype=dtype))
 
     def fence(self) -> None:
         self.fenced = True
 
+    def alive(self) -> None:
+        assert not any(bar.over for bar in self.barriers), "something is done after a barrier was given up"
+
     def launch(
         self, kernel: Any, programs: int, *args: Any, late_copies: bool, late_products: bool, **constants: int
     ) -> None:
-        """Run every program. Tensors are passed as pointers, descriptors as they are."""
+        """Run every program. Tensors are passed as pointers, descriptors as they are.
+
+        Barriers must be given up when nothing else is left to do: before, scratch may come to lie where they are.
+        """
         self.late_copies, self.late_products = late_copies, late_products
         given = [Pointer(a.view(-1)) if isinstance(a, Tensor) else a for a in args]
         for self.program in range(programs):
+            self.barriers = []
             kernel(*given, **constants)
             assert not self.pending, "a product is never waited for"
+            assert all(bar.over for bar in self.barriers), "a barrier is never given up"
 
 
 class Product:
@@ -135,10 +145,15 @@ class Barrier:
     """Counts bytes; a phase is over when all that are expected have come."""
 
     def __init__(self, machine: Machine) -> None:
-        self.machine, self.phases, self.missing, self.late = machine, 0, 0, []
+        self.machine, self.phases, self.missing, self.late, self.over = machine, 0, 0, [], False
+
+    def end(self) -> None:
+        assert not self.missing, "bytes are still on their way"
+        self.over = True
 
     def expect(self, nbytes: int) -> None:
         assert self.missing == 0, "the last phase is not over"
+        self.machine.alive()
         self.missing = nbytes
 
     def copy(self, target: Tensor, descriptor: Descriptor, at: list[Any]) -> None:
@@ -158,6 +173,7 @@ class Barrier:
 
     def wait(self, phase: Any) -> None:
         self.come()
+        self.machine.alive()
         assert self.missing == 0, "more bytes are expected than were asked for"
         assert self.phases > 0, "nothing was asked for"
         assert (self.phases - 1) % 2 == int(phase), "nothing will end this wait"
@@ -185,6 +201,10 @@ def _language(machine: Machine) -> SimpleNamespace:
     def layout(*_: Any, **__: Any) -> None:
         return None
 
+    def converted(x: Any, _: Any) -> Any:
+        machine.alive()  # it may need scratch
+        return x
+
     return SimpleNamespace(
         constexpr=int, int64=torch.int64, float32=torch.float32, uint8=torch.uint8,
         float8e4nv=torch.float8_e4m3fn, load=load, store=store, sqrt=torch.sqrt, div_rn=torch.div,
@@ -193,7 +213,7 @@ def _language(machine: Machine) -> SimpleNamespace:
         allocate_shared_memory=machine.shared,
         program_id=lambda _: torch.tensor(machine.program), num_warps=lambda: 4, static_range=range,
         cdiv=lambda a, b: -(-a // b), arange=lambda a, b, _: torch.arange(a, b), minimum=_pairwise(torch.minimum),
-        maximum=_pairwise(torch.maximum), convert_layout=lambda x, _: x, where=_where, exp2=torch.exp2, log2=torch.log2,
+        maximum=_pairwise(torch.maximum), convert_layout=converted, where=_where, exp2=torch.exp2, log2=torch.log2,
         zeros=lambda shape, dtype, _: torch.zeros(shape, dtype=dtype),
         full=lambda shape, value, dtype, _: torch.full(shape, value, dtype=dtype),
         max=lambda x, axis: x.amax(axis), sum=lambda x, axis: x.sum(axis), NVMMADistributedLayout=layout,
@@ -220,7 +240,7 @@ def load_module(path: str, machine: Machine) -> Any:
     """The module at `path`, its kernels plain functions that run on `machine`. What it imports has been before."""
     mbarrier = SimpleNamespace(
         MBarrierLayout=lambda: "barrier", init=lambda bar, count: None, expect=_expect,
-        wait=lambda bar, phase: bar.t.wait(phase),
+        wait=lambda bar, phase: bar.t.wait(phase), invalidate=lambda bar: bar.t.end(),
     )  # fmt: skip
     parts: dict[str, dict[str, Any]] = {
         "triton.experimental": {},
