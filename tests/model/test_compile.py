@@ -9,6 +9,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch._functorch.config
 
 from nanosprint.config import Execution
 from nanosprint.model import gpt
