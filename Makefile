@@ -11,7 +11,7 @@ quickstart: $(VENV)/.installed
 	scripts/quickstart.sh $(BIN)/nanosprint $(RUN)
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -n 3
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3  # hundreds of processes, which would compile our modules each
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -5,6 +5,7 @@ one, and a value of the wrong type says what was expected.
 """
 
 import difflib
+import functools
 import json
 import types
 from collections.abc import Mapping
@@ -14,6 +15,9 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 KIND = "kind"  # names the class of a value where several could stand
 _TERM = {"source", "weight"}  # the fields of a `Term`
+
+
+_hints = functools.cache(get_type_hints)  # which evaluates the text of every annotation anew
 
 
 def to_dict(config: Any, hashed_only: bool = False) -> Any:
@@ -28,7 +32,7 @@ def to_dict(config: Any, hashed_only: bool = False) -> Any:
 def _plain(value: Any, hint: Any, hashed_only: bool) -> Any:
     """`to_dict` of a value whose type is declared as `hint`, which tells whether its class must be named."""
     if is_dataclass(value) and not isinstance(value, type):
-        hints = get_type_hints(type(value))
+        hints = _hints(type(value))
         out = {KIND: type(value).__name__} if names_class(hint) else {}
         for f in fields(value):
             item = getattr(value, f.name)
@@ -189,7 +193,7 @@ def _set(config: Any, hint: Any, keys: list[str], value: Any, full: str) -> Any:
         return read_value(hint, value, full)
     key, rest = keys[0], keys[1:]
     if is_dataclass(config) and not isinstance(config, type):
-        hints = get_type_hints(type(config))
+        hints = _hints(type(config))
         if key in hints:
             return replace(config, **{key: _set(getattr(config, key), hints[key], rest, value, full)})
     if isinstance(config, tuple) and key.isdigit() and int(key) < len(config):
@@ -285,7 +289,7 @@ def _convert_dataclass(cls: Any, value: Any, path: str) -> Any:
         return value
     if not isinstance(value, dict):
         raise _wrong(path, value, f"a {cls.__name__} as a JSON object")
-    hints = get_type_hints(cls)
+    hints = _hints(cls)
     for key in value:
         if key not in hints:
             raise unknown_key(f"{path}.{key}" if path else key, [f"{path}.{k}" if path else k for k in hints])

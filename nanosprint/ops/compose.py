@@ -25,6 +25,7 @@ from torch import Tensor
 from nanosprint.kernels import has_triton
 from nanosprint.ops.attention_backends.bands import band_mask, chunked, with_chunk_before
 from nanosprint.ops.attention_backends.contract import Documents, Scale, check_inputs, first_key
+from nanosprint.ops.tracing import constant_in_graphs
 
 _log = logging.getLogger(__name__)
 
@@ -70,7 +71,7 @@ def composed_read(
     return composed_read_reference(q_BSHK, k_BSHK, v_BSHK, w1_BSH, w2_BSH, scale, window, documents)
 
 
-@torch.compiler.assume_constant_result
+@constant_in_graphs
 def _kernels_serve(dtype: torch.dtype, head_dim: int, window: int) -> bool:
     """Whether the Triton kernels can take this on a CUDA device. Each reason why not is logged once."""
     from nanosprint.kernels.tuning import COMPOSE_WINDOW

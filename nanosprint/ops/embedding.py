@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanosprint.kernels import has_triton
+from nanosprint.ops.tracing import constant_in_graphs
 
 _log = logging.getLogger(__name__)
 _NARROW = (torch.bfloat16, torch.float16, torch.float32)  # tables whose gradient may be summed in fp32
@@ -148,7 +149,7 @@ def _sum_segments(grads: Sequence[Tensor], order: Tensor, sorted_ids: Tensor, ou
         out.copy_(torch.zeros_like(out, dtype=wide).index_add_(0, sorted_ids, g[order].to(wide)))
 
 
-@torch.compiler.assume_constant_result
+@constant_in_graphs
 def _has_kernel() -> bool:
     return has_triton() or _without_triton()
 

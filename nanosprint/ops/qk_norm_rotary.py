@@ -25,6 +25,7 @@ from nanosprint.ops.fp8 import E5M2
 from nanosprint.ops.key_offset import offset_keys
 from nanosprint.ops.rms_norm import lengths, norm_backward
 from nanosprint.ops.rotary import Pairs, double, rotate, turn
+from nanosprint.ops.tracing import constant_in_graphs
 
 _log = logging.getLogger(__name__)
 _HEADS = (16, 32, 64, 128, 256)  # sizes that the kernel takes
@@ -113,7 +114,7 @@ def _plain(
     return q, k, v.view(B, S, num_heads, K)
 
 
-@torch.compiler.assume_constant_result
+@constant_in_graphs
 def _kernel_serves(dtype: torch.dtype, head_dim: int, num_ranges: int) -> bool:
     """Whether the Triton kernel can take this on a CUDA device. Each reason why not is logged once."""
     reason = None

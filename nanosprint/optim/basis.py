@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from nanosprint.config.groups import GradientBasis
+from nanosprint.ops.tracing import not_traced
 from nanosprint.optim.soap import SIDES, fp32_products, rotate, rotate_back, update_grams_
 
 SQUARE, COUNT = "basis_square", "step"  # V, and updates done (on the CPU), in the optimizer's state
@@ -70,7 +71,7 @@ def whiten_(
     ]
 
 
-@torch.compiler.disable(reason="bases are renewed when a count on the host says so")
+@not_traced  # bases are renewed when a count on the host says so
 def precondition_(directions: Tensor, grads: Tensor, state: State, spec: GradientBasis, tf32: bool) -> Tensor:
     """The whitened directions, (k, M, N) as given; the state of `init_basis` moves on by one update.
 

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from nanosprint.config.groups import MomentumMixture
 from nanosprint.kernels.host import sent
+from nanosprint.ops.tracing import not_traced
 
 
 def mix_all_(
@@ -35,7 +36,7 @@ def mix_all_(
     return [mix_(m[None], g[None], mixture, age)[0] for m, g in zip(averages, grads, strict=True)]
 
 
-@torch.compiler.disable(reason="weights are found on the host and sent to the device")
+@not_traced  # weights are found on the host and sent to the device
 def mix_(momenta: Tensor, grads: Tensor, mixture: MomentumMixture, age: float) -> Tensor:
     """Move the means toward the gradients and return their mixture of this mean age (in updates).
 

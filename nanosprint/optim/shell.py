@@ -11,6 +11,7 @@ that do not exist here are refused; foreign keys such as a scheduler's "initial_
 """
 
 import difflib
+import inspect
 from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import Any, Literal, cast, get_args
@@ -25,6 +26,10 @@ _FOREIGN = {
     "amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused", "nesterov", "momentum", "betas", "eps",
     "dampening", "ns_coefficients", "ns_steps", "adjust_lr_fn",
 }  # fmt: skip
+
+
+# Without its wrapper, which imports the compiler: longer than torch takes, also where nothing is compiled.
+_add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
 
 
 class Shell(torch.optim.Optimizer):
@@ -45,7 +50,7 @@ class Shell(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters with their own options. Raises ValueError, and adds nothing, if an option cannot work."""
-        super().add_param_group(param_group)
+        _add_param_group(self, param_group)
         group = self.param_groups[-1]
         try:
             self._check_names(group)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nanosprint.ops.tracing import not_traced
 from nanosprint.optim.adam import adamw_, check_adam, init_adam_state
 from nanosprint.optim.dtensor import local, local_like, scatter, whole
 from nanosprint.optim.shell import Shell, check_unit, number, state_dtype
@@ -219,7 +220,7 @@ class SOAP(Shell):
         }  # fmt: skip
         super().__init__(params, defaults)
 
-    @torch.compiler.disable(reason="SOAP's eigensolver falls back to float64 on an exception")
+    @not_traced  # the eigensolver falls back to float64 on an exception
     def step(self, closure: Any = None) -> Any:
         """As any optimizer's; the first step of a matrix only sets up its bases."""
         return super().step(closure)

@@ -58,5 +58,5 @@ def tiny(dials: Dials) -> Recipe:
             ParamGroup(role="scalar", rule=adam, lr=0.02),
         ),
         precision=replace(Precision(), compute="fp32", orthogonalize="fp32"),
-        eval=EvalConfig(tokens=2048, seq_len=dials.seq_len, every=10),
+        eval=EvalConfig(tokens=2048, seq_len=dials.seq_len, every=10, batch_tokens=2048),
     )

@@ -9,6 +9,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch._functorch.config
 
 from nanosprint.config import Execution
 from nanosprint.model import gpt
@@ -25,7 +26,15 @@ def wide(recipe):
     return tuple(replace(group, storage="fp32") for group in recipe.groups)
 
 
-@pytest.mark.parametrize("name", [n for n in (*LADDER, *UPPER) if n not in ("soap", "record-third", "fast")])
+SAME_MODEL = {"muon": "gpt2-rotary", "soap": "residuals", "record-third": "record", "fast": "record"}
+
+
+@pytest.mark.parametrize(("name", "other"), SAME_MODEL.items())
+def test_recipes_whose_graph_is_anothers(name, other):
+    assert load_recipe(name, small(name)).model == load_recipe(other, small(other)).model
+
+
+@pytest.mark.parametrize("name", [n for n in (*LADDER, *UPPER) if n not in SAME_MODEL])
 def test_one_graph_and_the_same_numbers(name):
     recipe = load_recipe(name, small(name))
     recipe = replace(recipe, groups=wide(recipe))

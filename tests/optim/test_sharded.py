@@ -1,16 +1,14 @@
 """Two gloo processes: FSDP2 and DTensor parameters, and DDP, give what one process gives."""
 
 import copy
-import os
-import socket
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 
 from nanosprint.optim import SOAP, AdamW, Muon
+from tests.optim.toy import join, spawn
 
 STEPS = 4
 pytestmark = pytest.mark.skipif(
@@ -118,10 +116,8 @@ def ddp(rank, make):
     compare(net.parameters(), single(make), make)
 
 
-def worker(rank, port):
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=2)
+def worker(rank, processes):
+    join(rank, processes)
     try:
         for run, make in (
             (fsdp, optimizers), (fsdp, soap), (columns, muon_only), (columns, soap), (ddp, optimizers),
@@ -133,7 +129,4 @@ def worker(rank, port):
 
 
 def test_two_processes_equal_one():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    mp.spawn(worker, args=(port,), nprocs=2)
+    spawn(2, worker)

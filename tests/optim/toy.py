@@ -17,6 +17,7 @@ from nanosprint.optim import build, sharding
 from nanosprint.optim.engine import Engine
 
 LANES, LENGTH, VOCAB, DIM = 8, 5, 11, 6
+mp.get_context("forkserver").set_forkserver_preload(["torch.distributed", "nanosprint.optim.engine"])
 EXACT = Precision(compute="fp64", orthogonalize="fp64")
 ADAM = AdamConfig(betas=(0.8, 0.95), eps=1e-10, eps_form="uncorrected")
 GROUPS = (
@@ -151,7 +152,9 @@ def spawn(processes, function, *arguments):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    mp.spawn(_start, args=(processes, port, function, arguments), nprocs=processes)
+    # Forked by a server that has imported torch: fresh processes would spend most of a short test's time on that.
+    given = (processes, port, function, arguments)
+    mp.start_processes(_start, args=given, nprocs=processes, start_method="forkserver")
 
 
 def _start(rank, processes, port, function, arguments):

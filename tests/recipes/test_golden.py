@@ -79,7 +79,8 @@ def write() -> list[str]:
 def test_golden(name):
     path = GOLDEN / f"{name}.json"
     assert path.exists(), f"{name} has no golden yet: python tests/recipes/test_golden.py"
-    now = json.loads(json.dumps(current()[name]))  # tuples become lists
+    now = defaults_golden() if name == DEFAULTS else recipe_golden(name)
+    now = json.loads(json.dumps(now))  # tuples become lists
     moved = [f"  {key}: {old!r} -> {new!r}" for key, old, new in diff(json.loads(path.read_text("utf-8")), now)]
     assert not moved, "\n".join([f"{name} moved; {UPDATE}", *moved])
 

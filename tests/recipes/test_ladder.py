@@ -32,7 +32,7 @@ UPPER = ["normuon", "paired", "record", "record-third", "fast"]
 
 def small(name, **more):
     """Overrides that make a recipe of the ladder small enough for tests."""
-    packed = PACKED if name in ("longwindow", "sub3", *UPPER) else {}
+    packed = PACKED if name in ("longwindow", "sub3", *UPPER) else {"eval.batch_tokens": 2048}
     heads = {"model.num_heads": 2, "model.num_layers": 6} if name in UPPER else {}  # paired heads come by twos
     return {**SMALL, **packed, **heads, **more}
 

@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 import nanosprint
 from nanosprint import load_recipe
@@ -20,6 +19,7 @@ from nanosprint.training.batch import random_input
 from nanosprint.training.distributed import World
 from nanosprint.training.request import RunRequest, resumed
 from nanosprint.training.resolve import resolve
+from tests.optim.toy import join, spawn
 
 CPU = torch.device("cpu")
 SETTLED = Execution(device="cpu", compute="fp32", tokens_per_microbatch=196_608, parts_per_microbatch=1)
@@ -96,8 +96,8 @@ def test_a_resumed_run_keeps_its_back_end(monkeypatch):
     assert again.attention == "reference"
 
 
-def agree(rank, meeting):
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
+def agree(rank, processes):
+    join(rank, processes)
 
     def choose(device, dtype, calls, cache):
         assert rank == 0, "only one may measure"
@@ -106,11 +106,12 @@ def agree(rank, meeting):
     attention_choice.choose = choose
     execution = resolve(Execution(device="cpu", gpus=2), load_recipe("record-third"), World(rank, 2, CPU))
     assert execution.attention == "reference"
+    dist.destroy_process_group()
 
 
 @pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="torch was built without gloo")
-def test_processes_take_the_answer_of_the_first(tmp_path):
-    mp.spawn(agree, args=(tmp_path / "meeting",), nprocs=2)
+def test_processes_take_the_answer_of_the_first():
+    spawn(2, agree)
 
 
 def test_the_log_of_the_run_has_the_outcome(tmp_path, tiny_data, monkeypatch):

@@ -127,7 +127,7 @@ def test_random_documents_are_like_those_of_the_web():
 @pytest.mark.parametrize("mean", [1, 8, 600, 4096])
 def test_random_documents_fit_the_room_that_a_recipe_makes(mean):
     words = {"model.document_start": 256, "data.mean_document": mean, "model.seq_len": 5000, "eval.seq_len": 5000}
-    recipe = load_recipe("tiny", {**words, "train.batch_tokens": 40_000})
+    recipe = load_recipe("tiny", {**words, "train.batch_tokens": 40_000, "eval.batch_tokens": 5000})
     assert recipe.plan(0).max_document is None
     documents = random_input(recipe, recipe.plan(0), 2, CPU).context.documents
     check_documents(documents, 2, 5000)

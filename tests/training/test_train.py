@@ -262,7 +262,7 @@ def test_out_of_memory_names_the_settings(train_tiny, monkeypatch):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB\nmore")
 
     monkeypatch.setattr("nanosprint.training.setup.warm_up", too_much)
-    with pytest.raises(ValueError, match=r"lower exec.lanes_per_microbatch \(now 1\) or eval.batch_tokens \(now 65536"):
+    with pytest.raises(ValueError, match=r"lower exec.lanes_per_microbatch \(now 1\) or eval.batch_tokens \(now 2048"):
         train_tiny("run", execution={"device": "cpu", "lanes_per_microbatch": 1})
 
 
