@@ -102,6 +102,14 @@ def parser() -> argparse.ArgumentParser:
         default="shared",
         help="let a rung's runs share a process and its compiled graphs, or give each run its own",
     )
+    top.add_argument(
+        "--prepare",
+        type=int,
+        default=1,
+        metavar="N",
+        help="rungs on a GPU whose graphs are compiled side by side before any run there begins; costs memory, see "
+        "nanosprint race --help",
+    )
     top.add_argument("--stop-after", type=float, default=float("inf"), metavar="S", help="start no run later")
     top.add_argument("--steps", type=int, default=30, help="full: steps of each run")
     top.add_argument("--cold", action="store_true", help="full: compile everything anew, for honest start-up times")
@@ -125,6 +133,7 @@ def main() -> None:
             parallel=args.gpus_parallel,
             share=args.processes == "shared",
             stop_after_s=args.stop_after,
+            prepare=args.prepare,
         )
     print(write_table(args.results, args.doc))
 

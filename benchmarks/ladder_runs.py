@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.requests import request_of
-from nanosprint.evidence.jobs import Runner, cold_caches, gpus_for, orderly_end
+from nanosprint.errors import UserError
+from nanosprint.evidence.jobs import Preparation, Runner, cold_caches, gpus_for, orderly_end
 from nanosprint.results.record import RunRecord
 from nanosprint.results.runs import RunDir
 from nanosprint.training.request import RunRequest, parse_budget, start_run
@@ -58,19 +59,32 @@ def run_jobs(
     parallel: int = 1,
     share: bool = True,
     stop_after_s: float = float("inf"),
+    prepare: int = 1,
 ) -> None:
     """Carry out those of `jobs` that have no row in `results` yet, `parallel` at a time, in order.
 
-    share: the runs of a rung share a process, and so a GPU; else each has its own.
+    share: the runs of a rung share a process, and so a GPU; else each has its own. `prepare`, above 1: so many rungs on
+    a GPU get their graphs side by side before any run there begins; raises UserError where runs share no process.
     """
+    if prepare > 1 and not (share and all(one.group for one in jobs)):
+        raise UserError(
+            f"--prepare {prepare} is for runs that share a process with others of their rung: not with --processes "
+            "each, --cold or exec.gpus above 1"
+        )
     results.mkdir(parents=True, exist_ok=True)
     left = [one for one in jobs if not _is_done(one, results)]
     print(f"{len(left)} of {len(jobs)} runs to do", flush=True)
     runner = Runner(partial(print, flush=True))
+    begun: dict[str, Path] = {}
+
+    def begin(one: Job) -> Path:
+        begun[one.name] = folder = _begin(one, runs)
+        return folder
 
     def carry_out(one: Job, gpu: str | None) -> str:
         started = time.monotonic()
-        row = _carry_out(one, runs, gpu, runner, one.group if share else None)
+        folder = begun.pop(one.name, None) or _begin(one, runs)
+        row = _carry_out(one, folder, gpu, runner, one.group if share else None)
         (results / f"{one.name}.json").write_text(json.dumps(row, indent=1) + "\n")
         loss = "no loss" if row["val_loss"] is None else f"loss {row['val_loss']:.4f}"
         return (
@@ -85,6 +99,7 @@ def run_jobs(
             gpus=gpus_for(parallel),
             group=lambda one: one.group if share else None,
             stop_after_s=stop_after_s,
+            ahead=Preparation(prepare, begin) if prepare > 1 else None,
         )
     if not_started:
         print(f"{not_started} runs were not started, {stop_after_s:g} s are over: start again for them", flush=True)
@@ -96,10 +111,15 @@ def _is_done(one: Job, results: Path) -> bool:
     return path.exists() and json.loads(path.read_text())["overrides"] == one.overrides
 
 
-def _carry_out(one: Job, runs: Path, gpu: str | None, runner: Runner, group: str | None) -> dict[str, Any]:
-    """Run it and read its record. Raises ValueError with the last thing it said where it did not finish."""
+def _begin(one: Job, runs: Path) -> Path:
+    """A directory of its own for this attempt, with the request in it. Raises ValueError for what cannot work."""
     request, folder = one.request(), _unused(runs / one.name)
     start_run(request, folder)
+    return folder
+
+
+def _carry_out(one: Job, folder: Path, gpu: str | None, runner: Runner, group: str | None) -> dict[str, Any]:
+    """Run it and read its record. Raises ValueError with the last thing it said where it did not finish."""
     with cold_caches() if one.cold else nullcontext() as environment:
         runner.train(folder, gpu=gpu, group=group, environment=environment)
     row = row_of(one, folder)

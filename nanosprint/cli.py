@@ -394,6 +394,16 @@ def _race_options(command: Callable[..., Any]) -> Callable[..., Any]:
             show_default=True,
             help="Runs at a time, each on a GPU of its own, where a recipe's runs stay.",
         ),
+        click.option(
+            "--prepare",
+            type=click.IntRange(1),
+            default=1,
+            show_default=True,
+            metavar="N",
+            help="Recipes whose graphs are compiled side by side, on each GPU, before any run there begins; 1: each "
+            "when its first run begins. Each of the N costs what one start does: for each of up to 4 compilers some "
+            "gigabytes of the host, and on the GPU a context and a model's weights.",
+        ),
         click.option("--data", type=click.Path(path_type=Path), help="Folder of shards.  [default: each recipe's]"),
         click.option("--out", type=click.Path(path_type=Path), help="Folder.  [default: runs/<time>-race]"),
         click.option("--keep-checkpoints", is_flag=True, help="Of finished runs; else they go, gigabytes each."),
@@ -416,7 +426,7 @@ def race(words: tuple[str, ...], resume: Path | None, **options: Any) -> int:
     Whatever ends a race, --resume DIR goes on.
     """
     if resume is not None:
-        return _resume_race(resume, words, options["parallel"])
+        return _resume_race(resume, words, options["parallel"], options["prepare"])
     names = [word for word in words if "=" not in word]
     overrides, execution = _split_overrides(tuple(word for word in words if "=" in word))
     if not names:
@@ -455,7 +465,8 @@ def ablate(
     from nanosprint.evidence import ablate as variants
 
     if resume is not None:
-        return _resume_race(resume, (*([recipe] if recipe else ()), *words), options["parallel"])
+        words = (*([recipe] if recipe else ()), *words)
+        return _resume_race(resume, words, options["parallel"], options["prepare"])
     if listing:
         return _list_switches(recipe, words)
     if recipe is None:
@@ -493,7 +504,7 @@ def _run_race(recipes: "dict[str, Recipe]", execution: dict[str, str], **options
     if options["runs"] is None:
         raise click.UsageError("say how many --runs each recipe gets: 2 show a spread, 4 and more show small effects")
     budget, data, out = options.pop("budget"), options.pop("data"), options.pop("out")
-    parallel = options.pop("parallel")
+    parallel, prepare = options.pop("parallel"), options.pop("prepare")
     planned = plan_race(
         recipes,
         first_seed=options.pop("seed"),
@@ -503,22 +514,22 @@ def _run_race(recipes: "dict[str, Recipe]", execution: dict[str, str], **options
         command=tuple(sys.argv),
         **options,
     )
-    return _carry_on(start(planned, out), parallel)
+    return _carry_on(start(planned, out), parallel, prepare)
 
 
-def _resume_race(folder: Path, words: tuple[str, ...], parallel: int) -> int:
+def _resume_race(folder: Path, words: tuple[str, ...], parallel: int, prepare: int) -> int:
     if words:
         raise ValueError(f"a race keeps its recipes and settings: {words[0]!r} has no place beside --resume")
-    return _carry_on(folder, parallel)
+    return _carry_on(folder, parallel, prepare)
 
 
-def _carry_on(folder: Path, parallel: int) -> int:
+def _carry_on(folder: Path, parallel: int, prepare: int) -> int:
     """Carry out a race and report; 1 where a run is missing. However it is stopped, it says how to go on."""
     from nanosprint.evidence.outcome import publish
     from nanosprint.evidence.race import carry_on
 
     try:
-        carry_on(folder, click.echo, parallel)
+        carry_on(folder, click.echo, parallel, prepare)
     except (KeyboardInterrupt, SystemExit):
         click.echo(f"go on with `nanosprint race --resume {folder}`", err=True)
         raise

@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks import ladder, ladder_runs, ladder_table
 from nanosprint.evidence.jobs import Runner
+from nanosprint.evidence.workers import Workers
 from nanosprint.recipes import load_recipe
 from nanosprint.training.request import parse_budget
 
@@ -107,6 +108,25 @@ def test_a_rung_stays_on_one_gpu(tmp_path, trained, monkeypatch):
     assert {gpu for _, gpu, _ in trained} == {"4", "6"}
     with pytest.raises(ValueError, match="--gpus-parallel 3, but CUDA_VISIBLE_DEVICES=4,6 names 2"):
         ladder_runs.run_jobs([job("muon")], tmp_path / "rows", tmp_path / "runs", parallel=3)
+
+
+def test_rungs_are_prepared_where_they_will_run(tmp_path, trained, monkeypatch):
+    asked = {}
+
+    def prepare(self, runs, at_once):
+        asked.update(runs)
+        return {}, {"load": 0.0}
+
+    monkeypatch.setattr(Workers, "prepare", prepare)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+    jobs = [job(rung, {}, seed=seed) for rung in ("gpt2", "soap", "modern", "normuon") for seed in (1, 2)]
+    ladder_runs.run_jobs(jobs, tmp_path / "rows", tmp_path / "runs", parallel=2, prepare=2)
+    assert {rung: path.name for rung, path in asked.items()} == {one.rung: one.name for one in jobs[::2]}
+    assert {path.name for path in (tmp_path / "runs").iterdir()} == {one.name for one in jobs}  # each was begun once
+    assert sorted(gpu for _, gpu, _ in set(trained)) == ["4", "4", "6", "6"]
+    cold = [job("gpt2", cold=True), job("soap", cold=True)]
+    with pytest.raises(ValueError, match="--prepare 2 is for runs that share a process"):
+        ladder_runs.run_jobs(cold, tmp_path / "rows", tmp_path / "runs", prepare=2)
 
 
 def test_some_runs_share_with_none():

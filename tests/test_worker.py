@@ -80,7 +80,10 @@ def test_a_shared_race_has_the_numbers_of_runs_alone(tmp_path, tiny_data, nanosp
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_and_resumed(signum, tmp_path, tiny_data, nanosprint, alone):
-    """A signal comes while the second seed trains in a worker and the other recipe's worker waits: both end."""
+    """A signal comes while the second seed trains in a worker and the other recipe's worker waits: both end.
+
+    What is left goes on in new workers, once with each prepared before.
+    """
     steps = {"tiny": 200, "shakespeare": 2}
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
@@ -100,11 +103,15 @@ def test_interrupted_and_resumed(signum, tmp_path, tiny_data, nanosprint, alone)
     assert "stopped by signal 2 after step" in (tmp_path / "race/tiny-4.log").read_text()
     assert list((tmp_path / "race/tiny-4/checkpoints").glob("*.pt"))
     assert not (tmp_path / "race/shakespeare-4").exists()
-    result = nanosprint("race", "--resume", "race", timeout=300)
+    ahead = ["--prepare", "2"] if signum == signal.SIGTERM else []
+    result = nanosprint("race", "--resume", "race", *ahead, timeout=300)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "2 of 4 runs to do" in result.stdout
+    assert ("preparing 2 of 2: tiny, shakespeare\nprepared 2 in" in result.stdout) == bool(ahead)
     for name in STEPS:
-        assert RunRecord.load(tmp_path / f"race/{name}-4").val_loss == alone(name, steps[name], 4)
+        record = RunRecord.load(tmp_path / f"race/{name}-4")
+        assert record.val_loss == alone(name, steps[name], 4)
+        assert record.shared_graphs == bool(ahead)
     events = [line for line in RunDir(tmp_path / "race/tiny-4").read_metrics() if line["kind"] == "event"]
     assert "resume" in [event["name"] for event in events]
 
@@ -130,7 +137,8 @@ def test_failures_do_not_end_a_worker_that_is_unharmed(tmp_path, tiny_data):
     ]
     done = subprocess.run(
         [sys.executable, "-m", "nanosprint.worker"],
-        input="".join(f"{run.path}\n" for run in runs), capture_output=True, text=True, timeout=200,
+        input="".join(json.dumps({"run": str(run.path)}) + "\n" for run in runs),
+        capture_output=True, text=True, timeout=200,
     )  # fmt: skip
     assert done.returncode == 0
     answers = [json.loads(line) for line in done.stdout.splitlines()]

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Generic, Protocol, TypeVar
@@ -32,11 +33,25 @@ class Named(Protocol):
 J = TypeVar("J", bound=Named)
 
 
-class _Plan(Generic[J]):
-    """Jobs that wait for their turn. Those of a group stay where its first one went."""
+@dataclass(frozen=True)
+class Preparation(Generic[J]):
+    """Of workers, before jobs take their turns: how many side by side, and what makes a job's directory.
 
-    def __init__(self, jobs: Sequence[J], group: Callable[[J], Hashable]) -> None:
+    `begin` returns the run directory, its request written, in which `Runner.train` will train. Its OSError or
+    ValueError leaves the job's group without a head start.
+    """
+
+    at_once: int
+    begin: Callable[[J], Path]
+
+
+class _Plan(Generic[J]):
+    """Jobs that wait for their turn. Those of a group stay where its first one went, or where it was claimed for."""
+
+    def __init__(self, jobs: Sequence[J], group: Callable[[J], Hashable], claimed_only: bool = False) -> None:
         self.group = group
+        self.groups = len({group(job) for job in jobs} - {None})
+        self._claimed_only = claimed_only
         self._waiting = list(jobs)
         self._places: dict[Hashable, str | None] = {}
         self._lock = threading.Lock()
@@ -45,15 +60,31 @@ class _Plan(Generic[J]):
     def left(self) -> int:
         return len(self._waiting)
 
+    def claim(self, gpu: str | None, most: int) -> list[J]:
+        """Let the next groups of nobody's stay on `gpu`, `most` at most; the first job of each."""
+        firsts: dict[Hashable, J] = {}
+        with self._lock:
+            for job in self._waiting:
+                group = self.group(job)
+                if group is not None and group not in self._places:
+                    firsts.setdefault(group, job)
+            claimed = dict(list(firsts.items())[:most])
+            self._places |= dict.fromkeys(claimed, gpu)
+        return list(claimed.values())
+
     def next_for(self, gpu: str | None) -> J | None:
         """The first job that may run on `gpu`, which is taken; None where all others belong elsewhere."""
         with self._lock:
             for job in self._waiting:
-                group = self.group(job)
-                if group is None or self._places.setdefault(group, gpu) == gpu:
+                if self._may_run(self.group(job), gpu):
                     self._waiting.remove(job)
                     return job
         return None
+
+    def _may_run(self, group: Hashable, gpu: str | None) -> bool:
+        if group is not None and not self._claimed_only:
+            self._places.setdefault(group, gpu)
+        return group is None or (group in self._places and self._places[group] == gpu)
 
     def has_more(self, job: J) -> bool:
         """Whether others of the job's group wait."""
@@ -80,15 +111,19 @@ class Runner:
         gpus: Sequence[str | None] = (None,),
         group: Callable[[J], Hashable] = lambda _: None,
         stop_after_s: float = float("inf"),
+        ahead: Preparation[J] | None = None,
     ) -> int:
         """Carry out `jobs` in order, as many at a time as there are `gpus`; how many were not started.
+
+        ahead: before a group's first job all groups that a GPU can keep workers for are prepared; where there are more,
+        the next ones when all jobs of these are done. Nothing is prepared on a GPU while a job has its turn there.
 
         `carry_out(job, gpu)` returns what there is to say; its OSError or ValueError is the job's failure. Jobs of a
         `group` other than None stay on one GPU, one after the other. No job is started later than `stop_after_s`
         seconds. An exception here, such as KeyboardInterrupt, reaches the children as SIGINT, and is raised again when
         they have ended.
         """
-        plan = _Plan(jobs, group)
+        plan = _Plan(jobs, group, claimed_only=ahead is not None)
         deadline = time.monotonic() + stop_after_s
         ended = threading.Semaphore(0)  # not Thread.join, which Python 3.11 takes as done once it was interrupted
         self._workers = {gpu: self._workers_of(gpu) for gpu in gpus}
@@ -96,7 +131,7 @@ class Runner:
         def work(gpu: str | None) -> None:
             try:
                 with closing(self._workers[gpu]):
-                    self._work(plan, carry_out, gpu, deadline)
+                    self._work(plan, carry_out, gpu, deadline, ahead)
             except BaseException as error:  # a fault of ours: told by `run`, not lost with the thread
                 self._fault = error
             finally:
@@ -187,18 +222,60 @@ class Runner:
             return child
 
     def _work(
-        self, plan: "_Plan[J]", carry_out: Callable[[J, str | None], str], gpu: str | None, deadline: float
+        self,
+        plan: "_Plan[J]",
+        carry_out: Callable[[J, str | None], str],
+        gpu: str | None,
+        deadline: float,
+        ahead: Preparation[J] | None,
     ) -> None:
-        while time.monotonic() < deadline and not self._stopping and self._fault is None:
-            job = plan.next_for(gpu)
-            if job is None:
-                return
+        more = True
+        while more and self._goes_on(deadline):
+            if ahead is not None:
+                self._prepare(plan, gpu, ahead)
+            more = self._take_turns(plan, carry_out, gpu, deadline)
+
+    def _goes_on(self, deadline: float) -> bool:
+        return time.monotonic() < deadline and not self._stopping and self._fault is None
+
+    def _prepare(self, plan: "_Plan[J]", gpu: str | None, ahead: Preparation[J]) -> None:
+        """Claim as many groups as this GPU has room for, of those that are its share, and prepare their workers."""
+        share = -(-plan.groups // len(self._workers))
+        runs: dict[Hashable, Path] = {}
+        for job in plan.claim(gpu, min(share, self._workers[gpu].room)):
+            with suppress(OSError, ValueError):  # the job's turn will tell
+                runs[plan.group(job)] = ahead.begin(job)
+        if len(runs) < 2 or self._stopping:  # one alone gains nothing
+            return
+        where = "" if gpu is None else f" on GPU {gpu}"
+        self.say(f"preparing {len(runs)} of {plan.groups}{where}: {', '.join(map(str, runs))}")
+        logs = {group: Path(f"{run}.log") for group, run in runs.items()}
+        began = {group: log.stat().st_size if log.exists() else 0 for group, log in logs.items()}
+        failed, seconds = self._workers[gpu].prepare(runs, ahead.at_once)
+        if self._stopping:
+            return
+        for group, code in failed.items():
+            try:
+                _check(code, logs[group], began[group])
+            except (OSError, ValueError) as error:
+                self.say(f"{group}: could not be prepared, its runs start by themselves: {error}")
+        steps = ", ".join(f"{step} {took:.0f}" for step, took in seconds.items())
+        self.say(f"prepared {len(runs) - len(failed)}{where} in {sum(seconds.values()):.0f} s ({steps})")
+
+    def _take_turns(
+        self, plan: "_Plan[J]", carry_out: Callable[[J, str | None], str], gpu: str | None, deadline: float
+    ) -> bool:
+        """Carry out the jobs that may run on this GPU; whether there were any."""
+        any_job = False
+        while self._goes_on(deadline) and (job := plan.next_for(gpu)) is not None:
+            any_job = True
             try:
                 self.say(f"{job.name}: {carry_out(job, gpu)}")
             except (OSError, ValueError) as error:
                 self.say(f"{job.name}: {'stopped' if self._stopping else f'failed: {error}'}")
             if not plan.has_more(job):
                 self._workers[gpu].end(plan.group(job))
+        return any_job
 
     def _end(self, ended: threading.Semaphore, left: int) -> None:
         """Let the children save and end; a second interruption ends them at once."""

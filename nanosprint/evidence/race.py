@@ -17,7 +17,7 @@ from pathlib import Path
 from nanosprint.data.datasets import ensure_dataset
 from nanosprint.data.lock import locked, try_lock
 from nanosprint.errors import UserError
-from nanosprint.evidence.jobs import Runner, gpus_for, orderly_end
+from nanosprint.evidence.jobs import Preparation, Runner, gpus_for, orderly_end
 from nanosprint.evidence.series import Entry, Race, claim_race_dir, load_race, save_race
 from nanosprint.results.record import RunRecord
 from nanosprint.results.runs import RunDir
@@ -33,16 +33,22 @@ def start(race: Race, out: Path | None) -> Path:
     return folder
 
 
-def carry_on(folder: Path, say: Callable[[str], None], parallel: int = 1) -> Race:
+def carry_on(folder: Path, say: Callable[[str], None], parallel: int = 1, prepare: int = 1) -> Race:
     """Carry out what is not done yet of the race in `folder`, `parallel` runs at a time, each on a GPU of its own.
 
-    All runs of a contestant stay on one GPU, so that its budget is fitted once, and there. Raises UserError where
-    another process is at it, and for several runs at a time of several processes each.
+    All runs of a contestant stay on one GPU, so that its budget is fitted once, and there. `prepare`, above 1: so many
+    contestants on a GPU get their graphs side by side before any run there begins. Raises UserError where another
+    process is at it, for several runs at a time of several processes each, and to prepare runs that share no process.
     """
     race = load_race(folder)
     if parallel > 1 and race.execution.gpus > 1:
         raise UserError(
             f"--gpus-parallel {parallel} is for runs of one process: this race has --gpus {race.execution.gpus}"
+        )
+    if prepare > 1 and race.group(race.order[0]) is None:
+        raise UserError(
+            f"--prepare {prepare} is for runs that share a process with others of their recipe: not with --processes "
+            "each, nor with --gpus above 1"
         )
     lock = try_lock(folder / ".lock")
     if lock is None:
@@ -56,6 +62,7 @@ def carry_on(folder: Path, say: Callable[[str], None], parallel: int = 1) -> Rac
             lambda entry, gpu: _carry_out(race, entry, folder, runner, gpu),
             gpus=gpus_for(parallel),
             group=race.group if parallel == 1 else lambda entry: entry.contestant,
+            ahead=Preparation(prepare, lambda entry: _begin(race, entry, folder, runner).path) if prepare > 1 else None,
         )
     return race
 
@@ -72,11 +79,7 @@ def is_settled(run: RunDir) -> bool:
 
 def _carry_out(race: Race, entry: Entry, folder: Path, runner: Runner, gpu: str | None) -> str:
     """Begin a run or go on with it; what came out. Raises ValueError where it failed."""
-    run = RunDir(folder / entry.dir)
-    if not run.has_run:
-        run.path.mkdir(exist_ok=True)
-        save_request(run, race.request(entry, folder))
-    _wait_for(run, lambda: runner.say(f"{entry.name}: still training since an earlier race: waiting for it"))
+    run = _begin(race, entry, folder, runner)
     if not is_settled(run):
         runner.train(run.path, gpu=gpu, group=race.group(entry))
     if not race.keep_checkpoints:
@@ -87,6 +90,16 @@ def _carry_out(race: Race, entry: Entry, folder: Path, runner: Runner, gpu: str 
     seconds = f"{record.train_ms / 1000:.1f} s"
     shared = " with shared graphs" if record.shared_graphs else ""
     return f"{loss}, {record.steps} steps in {seconds}{rate}, start-up {record.startup_ms / 1000:.0f} s{shared}"
+
+
+def _begin(race: Race, entry: Entry, folder: Path, runner: Runner) -> RunDir:
+    """The run's directory with its request in it, and nobody at it."""
+    run = RunDir(folder / entry.dir)
+    if not run.has_run:
+        run.path.mkdir(exist_ok=True)
+        save_request(run, race.request(entry, folder))
+    _wait_for(run, lambda: runner.say(f"{entry.name}: still training since an earlier race: waiting for it"))
+    return run
 
 
 def _wait_for(run: RunDir, say: Callable[[], None]) -> None:

@@ -106,7 +106,7 @@ def carry_out(
     if kept is not None and distributed.launched_rank() is not None:
         raise ValueError("several runs in one process are for one process: start each under torchrun by itself")
     world = distributed.start(request.execution.device, request.execution.timeout_s)
-    with open_watch(world.rank, world.size, request.execution.timeout_s) as watch, _taken(run_dir):
+    with open_watch(world.rank, world.size, request.execution.timeout_s) as watch, taken(run_dir):
         check_processes(request, world)
         request, path = from_first((request, run_dir and str(run_dir.path)))
         session = _Session(request, RunDir(Path(path)), world, watch, resume, console, started)
@@ -334,7 +334,7 @@ class _Session:
 
 
 @contextlib.contextmanager
-def _taken(run_dir: RunDir | None) -> Iterator[None]:
+def taken(run_dir: RunDir | None) -> Iterator[None]:
     """Keep other processes from training in `run_dir`. Raises UserError where one already does."""
     if run_dir is None:
         yield

@@ -21,6 +21,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
@@ -28,6 +29,7 @@ from typing import IO, Any
 import torch
 
 from nanosprint.config.edit import from_dict, to_dict
+from nanosprint.data.lock import locked
 from nanosprint.training.batch import ModelInput
 from nanosprint.training.environment import usable_cores
 from nanosprint.training.request import RunRequest
@@ -74,6 +76,11 @@ def compile_ahead(request: RunRequest, local_rank: int = 0) -> Compilers | None:
     count = request.execution.compilers
     assert isinstance(count, int)
     return Compilers(request, count) if count and not local_rank and not _mark_of(request).exists() else None
+
+
+def turn_at(request: RunRequest) -> AbstractContextManager[None]:
+    """Keep others who ask for it from having the same graphs compiled meanwhile: they find them afterwards."""
+    return locked(_mark_of(request).with_suffix(".lock"))
 
 
 def _start(request: RunRequest, share: int, count: int) -> tuple[subprocess.Popen[bytes], IO[bytes]]:

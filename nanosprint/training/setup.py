@@ -104,19 +104,22 @@ def find_data(request: RunRequest) -> Data:
 
 
 def prepare(
-    request: RunRequest, world: World, data: Data, kept: Kept | None = None, phases: Phases | None = None
+    request: RunRequest,
+    world: World,
+    data: Data,
+    kept: Kept | None = None,
+    phases: Phases | None = None,
+    chosen: Execution | None = None,
 ) -> Prepared:
     """Build, compile and warm up. The time this takes is start-up, not training, and is counted in `phases`.
 
     kept: what an earlier run of this process left: where its graphs are those of this one, they serve again, and the
     run is bit for bit what it would be in a process of its own. For one process: with several it must be None.
+    chosen: what `choose_execution` has said before.
     """
     phases = Phases() if phases is None else phases
-    set_threads(request.execution, world)
-    cap_memory(request.execution, world.device)
-    before = None if kept is None else kept.settled(request)
     with phases("resolve"):
-        execution = before or resolve(request.execution, request.recipe, world)
+        execution = chosen or choose_execution(request, world, kept)
     wanted, request = request.execution, replace(request, execution=execution)
     shared = None if kept is None else kept.take(request)
     state, loss_sum = _built(request, world, shared, phases)
@@ -131,13 +134,24 @@ def prepare(
     return Prepared(request, world, data, state, loss_sum, backward, shared is not None, phases)
 
 
+def choose_execution(request: RunRequest, world: World, kept: Kept | None = None) -> Execution:
+    """How to carry out `request` in this process, nothing left to choose: as the run of `kept`, where that will do.
+
+    The process gets the threads and the memory that the request allows.
+    """
+    set_threads(request.execution, world)
+    cap_memory(request.execution, world.device)
+    before = None if kept is None else kept.settled(request)
+    return before or resolve(request.execution, request.recipe, world)
+
+
 def _built(request: RunRequest, world: World, shared: Graphs | None, phases: Phases) -> tuple[TrainState, LossSum]:
     """The run's state and what computes its loss: the graphs of `shared`, or its own, as far as they are compiled yet.
 
     What needs no graph is done while other processes compile them.
     """
     recipe, execution = request.recipe, request.execution
-    loading = _load_compiler() if execution.compile != "off" and shared is None else None
+    loading = load_compiler() if execution.compile != "off" and shared is None else None
     compilers = compile_ahead(request, world.local_rank) if shared is None else None
     # A step reduces gradients, so all processes take part in it or none does.
     meanwhile = shared is None and execution.compilers and any(from_all(compilers is not None))
@@ -164,7 +178,7 @@ def _built(request: RunRequest, world: World, shared: Graphs | None, phases: Pha
     return state, loss_sum
 
 
-def _load_compiler() -> threading.Thread:
+def load_compiler() -> threading.Thread:
     """Import Inductor and start the processes in which it compiles, while the caller goes on. Seconds, of Python's."""
     import torch._dynamo  # noqa: F401  (here, since others import it, too, and its modules import each other in circles)
 

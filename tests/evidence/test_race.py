@@ -12,9 +12,11 @@ import pytest
 
 from nanosprint.config import Execution
 from nanosprint.data.lock import try_lock
+from nanosprint.evidence import race as race_module
 from nanosprint.evidence.jobs import Runner
 from nanosprint.evidence.race import carry_on, is_settled, start
 from nanosprint.evidence.series import load_race, plan_race
+from nanosprint.evidence.workers import Workers
 from nanosprint.recipes import load_recipe
 from nanosprint.results.record import RunRecord
 from nanosprint.results.runs import RunDir, Series
@@ -111,6 +113,45 @@ def test_a_time_budget_is_calibrated_once_for_each_recipe(plan, in_process, tmp_
     steps = {name: [RunRecord.load(folder / f"{name}-{seed}").steps for seed in (5, 6, 7)] for name in TWO}
     assert steps == {"thin": [10, 10, 10], "fat": [5, 5, 5]}
     assert len({RunRecord.load(folder / f"thin-{seed}").recipe_hash for seed in (5, 6, 7)}) == 1
+
+
+def test_those_with_runs_to_do_are_prepared(plan, tmp_path, monkeypatch):
+    """From the request that the run will have; whatever comes of it, turns are taken as ever."""
+    asked, trained, settled, said = [], [], set(), []
+
+    def prepare(self, runs, at_once):
+        asked.append({group: (run.name, load_request(RunDir(run)).budget, at_once) for group, run in runs.items()})
+        return {"thin": 1}, {"load": 1.0}
+
+    def train(self, run, **_):
+        trained.append(run.name)
+        raise ValueError("not today")
+
+    monkeypatch.setattr(Workers, "prepare", prepare)
+    monkeypatch.setattr(Runner, "train", train)
+    monkeypatch.setattr(race_module, "is_settled", lambda run: run.name in settled)
+    budget = parse_budget("5s")
+    race = plan({**TWO, "tall": (*SHORT, "model.num_layers=3")}, budget=budget)
+    folder = start(race, tmp_path / "race")
+    carry_on(folder, said.append, prepare=2)
+    assert asked == [{name: (f"{name}-5", budget, 2) for name in ("thin", "fat", "tall")}]
+    assert said[1] == "preparing 3 of 3: thin, fat, tall"
+    assert said[2].startswith("thin: could not be prepared, its runs start by themselves: ")
+    assert said[3] == "prepared 2 in 1 s (load 1)"
+    assert trained == [entry.dir for entry in race.order]
+    settled |= {"thin-5", "fat-5", "fat-6"}
+    asked.clear()
+    carry_on(folder, said.append, prepare=2)
+    assert asked == [{"tall": ("tall-5", budget, 2), "thin": ("thin-6", budget, 2)}]
+    settled |= {"tall-5", "tall-6"}
+    carry_on(folder, said.append, prepare=2)
+    assert len(asked) == 1  # one alone has nobody beside it
+
+
+def test_nothing_to_prepare_where_runs_share_no_process(plan, tmp_path):
+    folder = start(plan(TWO, processes="each"), tmp_path / "race")
+    with pytest.raises(ValueError, match="--prepare 2 is for runs that share a process"):
+        carry_on(folder, print, prepare=2)
 
 
 def test_who_shares_a_process(plan, tmp_path):

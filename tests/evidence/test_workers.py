@@ -1,24 +1,48 @@
 """Workers from outside, with small programs in their place: who waits, who is ended, what a death looks like."""
 
+import os
+import signal
 import subprocess
 import sys
+import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from nanosprint.evidence import jobs, workers
-from nanosprint.evidence.jobs import Runner
-from nanosprint.evidence.workers import Workers
+from nanosprint.evidence.jobs import Preparation, Runner
+from nanosprint.evidence.workers import STEPS, Workers
 
-# Runs called large-* fail where another worker lives, huge-* always, dead-* kill their worker, bad-* are mistakes.
+# Runs called large-* fail where another worker lives, huge-* always, dead-* kill their worker, bad-* are mistakes, and
+# so are lost-*, while they are prepared. hung-* are never prepared. Two go steps side by side, or wait for each other.
 PROGRAM = """
-import json, os, signal, sys
+import json, os, signal, sys, time
 from pathlib import Path
 alive = Path(sys.argv[1])
 me = alive / str(os.getpid())
 me.touch()
+events = alive.parent / "events"
+def tell(what):
+    with events.open("a") as file:
+        print(what, file=file)
+def go(run, step):
+    tell(f"+ {step}")
+    deadline = time.monotonic() + 20
+    while step in ("load", "compile") and events.read_text().count(f"+ {step}") < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    if run.name.startswith("hung"):
+        time.sleep(60)
+    if run.name.startswith("dead") and step == "compile":
+        os.kill(os.getpid(), signal.SIGKILL)
+    tell(f"- {step}")
+    return 2 * (run.name.startswith("lost") and step == "choose")
 for line in sys.stdin:
-    run = Path(line.strip())
+    task = json.loads(line)
+    run = Path(task["run"])
+    if task["step"]:
+        print(json.dumps({"code": go(run, task["step"]), "lacks_memory": False, "goes_on": True}), flush=True)
+        continue
     with open(f"{run}.log", "a") as log:
         print(os.getpid(), file=log)
     if run.name.startswith("dead"):
@@ -127,6 +151,102 @@ def test_the_dead_are_replaced(bench):
     assert bench.by_whom("a-3") != bench.by_whom("a-2")
 
 
+def test_steps_are_gone_side_by_side_or_alone(bench):
+    names = {"a": "a-1", "b": "lost-1", "c": "dead-1", "d": "d-1"}
+    failed, seconds = bench.workers.prepare({group: bench.folder / name for group, name in names.items()}, 2)
+    assert failed == {"b": 2, "c": -9}
+    assert list(seconds) == list(STEPS)
+    events = (bench.folder / "events").read_text().splitlines()
+    by_step = {step: [word[0] for word in events if word[2:] == step] for step in STEPS}
+    assert by_step["load"][:2] == ["+", "+"]
+    assert by_step["choose"] == ["+", "-"] * 4
+    assert by_step["compile"][:2] == ["+", "+"]
+    assert by_step["warm up"] == ["+", "-"] * 2
+    assert [word[2:] for word in events] == [step for step, own in by_step.items() for _ in own]
+    assert len(bench.children) == 2
+    for group in "abd":
+        assert bench.run(f"{group}-2", group) == 0
+    first = [str(child.pid) for child in bench.started[:4]]
+    assert [bench.by_whom(f"{group}-2")[0] in first for group in "abd"] == [True, False, True]
+
+
+@dataclass(frozen=True)
+class Job:
+    name: str
+
+    @property
+    def group(self):
+        return self.name.split("-")[0]
+
+
+def prepared(folder, names, monkeypatch):
+    """What a runner says that prepares two at a time, and the runs in the order of their ends."""
+    (folder / "alive").mkdir()
+    monkeypatch.setattr(jobs, "COMMAND", (sys.executable, "-c", PROGRAM, str(folder / "alive")))
+    said, done = [], []
+    runner = Runner(said.append)
+
+    def carry_out(job, gpu):
+        runner.train(folder / job.name, group=job.group)
+        done.append(job.name)
+        return "done"
+
+    ahead = Preparation(2, lambda job: folder / job.name)
+    assert runner.run([Job(name) for name in names], carry_out, group=lambda job: job.group, ahead=ahead) == 0
+    assert not runner._children
+    return [line for line in said if "done" not in line], done
+
+
+def test_turns_stay_as_they_are_and_who_cannot_be_prepared_has_his(tmp_path, monkeypatch):
+    names = ["a-1", "lost-1", "c-1", "a-2", "lost-2", "c-2"]
+    said, done = prepared(tmp_path, names, monkeypatch)
+    assert done == names
+    assert said[0] == "preparing 3 of 3: a, lost, c"
+    assert said[1].startswith("lost: could not be prepared, its runs start by themselves: nothing said (code 2")
+    assert said[2].startswith("prepared 2 in ")
+
+
+def test_where_not_all_can_be_kept_they_come_in_rounds(tmp_path, monkeypatch):
+    monkeypatch.setattr(workers, "MOST", 2)
+    said, done = prepared(tmp_path, [f"{group}-{i}" for i in (1, 2) for group in "abcde"], monkeypatch)
+    assert done == ["a-1", "b-1", "a-2", "b-2", "c-1", "d-1", "c-2", "d-2", "e-1", "e-2"]
+    assert said[::2] == ["preparing 2 of 5: a, b", "preparing 2 of 5: c, d"]
+    users = [{(tmp_path / f"{group}-{i}.log").read_text() for i in (1, 2)} for group in "abcde"]
+    assert [len(pids) for pids in users] == [1] * 5
+    assert len(set.union(*users)) == 5
+
+
+HANGING = """
+import sys
+from pathlib import Path
+from nanosprint.evidence import jobs
+from test_workers import PROGRAM, Job
+folder = Path(sys.argv[1])
+jobs.COMMAND = (sys.executable, "-c", PROGRAM, str(folder / "alive"))
+runner = jobs.Runner(lambda line: print(line, flush=True))
+ahead = jobs.Preparation(2, lambda job: folder / job.name)
+names = [Job(f"hung{i}-1") for i in range(3)]
+runner.run(names, lambda *_: "trained", group=lambda job: job.group, ahead=ahead)
+"""
+
+
+def test_an_interruption_ends_a_preparation(tmp_path):
+    (tmp_path / "alive").mkdir()
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), *sys.path])}
+    program = [sys.executable, "-c", HANGING, str(tmp_path)]
+    process = subprocess.Popen(program, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    events, deadline = tmp_path / "events", time.monotonic() + 60
+    while time.monotonic() < deadline and not (events.exists() and events.read_text().count("+ load") == 2):
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert out == "preparing 3 of 3: hung0, hung1, hung2\n", err
+    assert process.returncode == -signal.SIGINT
+    assert events.read_text().count("+") == 2  # the third was not started
+    for pid in (tmp_path / "alive").iterdir():
+        assert not Path("/proc", pid.name).exists()
+
+
 SPEAKING = """
 import sys
 run = sys.stdin.readline().strip()
@@ -142,13 +262,10 @@ def test_a_runner_tells_what_the_log_says_last(tmp_path, monkeypatch):
     monkeypatch.setattr(jobs, "COMMAND", (sys.executable, "-c", SPEAKING))
     (tmp_path / "a.log").write_text("error: of yesterday\n")
 
-    class Job:
-        name = "job"
-
     def carry_out(job, gpu):
         runner.train(tmp_path / "a", group="a")
         return "done"
 
-    runner.run([Job()], carry_out, group=lambda job: "a")
+    runner.run([Job("job")], carry_out, group=lambda job: "a")
     assert said == [f"job: failed: of today (code 3, {tmp_path / 'a.log'})"]
     assert not runner._children
