@@ -13,8 +13,9 @@ named peak, peak memory; seconds until the first step was done, which is compila
 With a profile (the default with stages) also time by kernel group beside its floor (`benchmarks/floors.py`), the
 longest kernels, and the share of time in which the GPU had nothing to do. Several processes that a launcher started
 measure together (`benchmarks/scaling.py`): a row has the slowest's milliseconds, what was sent, and how long no
-computing hid it. Steps follow each other as in training, without waiting for the device in between; where some groups
-are updated on every n-th step, a step is the mean of n.
+computing hid it. A row says whether its steps were recorded (`exec.cuda_graphs`). Steps follow each other as in
+training, without waiting for the device in between; where some groups are updated on every n-th step, a step is the
+mean of n.
 """
 
 import argparse
@@ -46,6 +47,7 @@ from nanosprint.training.distributed import World, pick_device
 from nanosprint.training.memory import recorded_bytes
 from nanosprint.training.microbatch import micro_batches_of, rows_of
 from nanosprint.training.peak import peak
+from nanosprint.training.replay import Replayed
 from nanosprint.training.resolve import resolve
 from nanosprint.training.setup import build_backward, build_state, compiled, set_threads
 from nanosprint.training.step import train_step
@@ -99,7 +101,9 @@ class Bench:
         set_threads(execution, world)
         self.execution = resolve(execution, self.recipe, world)
         self.state = build_state(self.recipe, self.execution, 0, self.device)
-        self.backward = build_backward(self.state, compiled(self.state.model, self.execution), self.execution)
+        self.loss_sum = compiled(self.state.model, self.execution)
+        self.backward = build_backward(self.state, self.loss_sum, self.execution)
+        self.failure: str | None = None  # to record steps
         self.stage = ModelStage(self.state.model)
         synchronize()
         self.about = {"benchmark": "step", "recipe": name, "variant": words, "compute": self.execution.compute}
@@ -140,7 +144,7 @@ class Bench:
         Every process must call it.
         """
         step, inputs = self.steps(place)
-        first_s, phases = first_call(step)
+        first_s, phases = self._first(step)
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()  # what compilation took is gone by now
         for _ in range(WARM_UP * self.period):
@@ -162,12 +166,29 @@ class Bench:
             // (size * micro_batches_of(plan.batch_tokens, self.recipe.train.lanes, self.execution)),
             "memory_gib": None if memory is None else max(from_all(memory)), "steps_of_run": place.end - place.start,
             "first_step_s": first_s, "compile_s": phases, "mean_document": mean_document(inputs),
+            "recorded": self.recorded, "recording_failure": self.failure,
         }  # fmt: skip
         if profile_steps:
             row.update(self._profile(step, inputs, plan, ms, profile_steps))
         if size > 1:
             row.update(self._sent(ms))
         return row
+
+    @property
+    def recorded(self) -> bool:
+        """Whether steps replay what was recorded."""
+        return isinstance(self.backward, Replayed) and self.backward.recorded() > 0
+
+    def _first(self, step: Callable[[], None]) -> tuple[float, dict[str, float]]:
+        """`first_call`; where a process then cannot record the step, all go on without, as in training."""
+        if not isinstance(self.backward, Replayed):
+            return first_call(step)
+        self.backward.on_trial = True
+        figures = first_call(step)
+        self.failure = self.backward.agree()
+        if self.failure is not None:
+            self.backward = build_backward(self.state, self.loss_sum, replace(self.execution, cuda_graphs="off"))
+        return figures
 
     def _sent(self, ms: float) -> dict[str, Any]:
         """Megabytes a step that a process sends, at most, and the GB/s on average; None where the data decide."""
@@ -272,11 +293,14 @@ def show(row: dict[str, Any], top: int) -> str:
     exposed = f"  communication exposed {min(hidden):.2f} to {max(hidden):.2f} ms" if hidden else ""
     documents = "" if row["mean_document"] is None else f"  documents of {row['mean_document']:.0f}"
     phases = "  ".join(f"{phase} {seconds:.1f}" for phase, seconds in row["compile_s"].items())
+    recorded = "recorded" if row["recorded"] else "not recorded"
+    failed = "" if row["recording_failure"] is None else f" ({row['recording_failure']})"
     lines = [
         f"{row['stage']}: {row['ms']:.1f} ms  {row['us_per_token']:.3f} us/token  {row['tokens_per_s']:,.0f} tokens/s  "
         f"MFU {mfu}{memory}{host}{idle}{exposed}  micro-batches of {row['tokens_per_microbatch']:,}{documents}  "
         f"{row['compute']}",
         f"  start-up: built {row['build_s']:.1f} s  first step {row['first_step_s']:.1f} s, of it {phases}",
+        f"  steps {recorded}{failed}",
     ]
     if "kernels" in row:
         wall_ms = None if row["idle"] is None else row["ms"]

@@ -45,6 +45,7 @@ def _tables_of(rows: list[Row]) -> str:
         texts.append(training_table(runs))
     compared = newest((row for row in rows if row["benchmark"] == "agreement"), "gpus")
     texts += agreement(compared, "After the steps measured") + agreement(runs, "At the end of training")
+    texts += recordings(steps)
     return "\n\n".join([*texts, _about(rows)])
 
 
@@ -167,6 +168,17 @@ def agreement(rows: Iterable[Row], when: str) -> list[str]:
             verdict = f"{len(row['differing'])} parameters **differ** between ranks: {some}"
         said.append(f"{when} on {row['gpus']} GPUs {verdict}.")
     return said
+
+
+def recordings(rows: Iterable[Row]) -> list[str]:
+    """A sentence on whose steps were recorded, of the rows that know."""
+    said: dict[str, list[str]] = {}
+    for row in rows:
+        if row.get("recorded") is not None:
+            failure = row.get("recording_failure")
+            how = "recorded" if row["recorded"] else "not recorded" + (f" ({failure})" if failure else "")
+            said.setdefault(how, []).append(f"{row['stage']} on {row['gpus']}")
+    return [f"Steps were {how}: {', '.join(where)}." for how, where in said.items()]
 
 
 def _about(rows: Sequence[Row]) -> str:

@@ -146,11 +146,12 @@ def test_a_gpus_row_shows_floors_and_idle_time():
         "stage": "stage 2", "ms": 10.0, "us_per_token": 1.0, "tokens_per_s": 1e6, "mfu": 0.5, "memory_gib": 2.0,
         "idle": 0.25, "tokens_per_microbatch": 4096, "compute": "bf16", "mean_document": 480.4, "build_s": 1.0,
         "first_step_s": 2.0, "compile_s": {"dynamo": 0.5}, "groups_ms": {"bf16 products": 7.5},
-        "floors_ms": {"bf16 products": 5.0},
+        "floors_ms": {"bf16 products": 5.0}, "recorded": True, "recording_failure": None,
         "kernels": [bench_step.profile.Kernel("nvjet_tst_1", 7.5, 3)],
     }  # fmt: skip
     shown = bench_step.show(row, 5)
     assert "MFU 50.0%  2.0 GiB  idle 25.0%  micro-batches of 4,096  documents of 480  bf16" in shown
+    assert "\n  steps recorded\n" in shown
     assert "idle                         2.500   25.0%" in shown
     assert shown.endswith("7.500 ms, floor 5.000, ratio 1.50")
     assert bench_step.stored(row, 5)["kernels"] == [{"name": "nvjet_tst_1", "ms": 7.5, "calls": 3}]

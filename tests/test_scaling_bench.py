@@ -157,6 +157,20 @@ def test_tables_from_rows(results):
     assert "A host with 1 x" in other
 
 
+def test_which_steps_were_recorded(tmp_path):
+    rows = [
+        stage("stage 0", 1, 10.0, 100, 3, recorded=True, recording_failure=None),
+        stage("stage 0", 2, 5.0, 100, 3, recorded=True, recording_failure=None),
+        stage("stage 1", 2, 9.0, 200, 3, recorded=False, recording_failure="process 1: RuntimeError: busy"),
+        stage("stage 0", 4, 5.0, 100, 3),  # by an earlier version, which did not say
+    ]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    text = tables(tmp_path)
+    assert "Steps were recorded: stage 0 on 1, stage 0 on 2." in text
+    assert "Steps were not recorded (process 1: RuntimeError: busy): stage 1 on 2." in text
+    assert "on 4" not in text
+
+
 def test_the_doc_in_the_repository_has_its_marks(tmp_path, results):
     copy = tmp_path / "scaling.md"
     copy.write_text(scaling.DOC.read_text())

@@ -7,6 +7,10 @@
 
 Reductions follow the order of the recipe's groups. Updates follow `update_order`: by default what is replicated first,
 then Adam, then SOAP, Muon last, so that the large messages of embeddings travel while Muon computes.
+
+Where backward passes call no hooks, as recorded ones do not, `overlap` is false: then all reductions start in `step`,
+in the order in which updates want them, so that the first updates hide the reductions of the others. The sums are the
+same. It must be the same on all processes, since it decides the order of messages.
 """
 
 from collections.abc import Callable, Mapping
@@ -34,7 +38,8 @@ class Engine:
     parameters: by name, on their device; they become views of banks. roles: the role of each. update_order: roles of
     groups to update first, in this order. tied: the layout of a head whose copy the embedding is until the plan's
     split, None for models without such a tie; the two are found by their roles. average: what to average where plans
-    say so. Raises ValueError for a role without a group, and for a tie of what does not fit together.
+    say so. `overlap`: whether reductions start during the backward pass. Raises ValueError for a role without a group,
+    and for a tie of what does not fit together.
     """
 
     def __init__(
@@ -56,6 +61,7 @@ class Engine:
             self._tie = Tie(embed, head, transposed=tied == "in_out")
         self._average = None if average is None else Average(self.parts, average)
         self._updates = sorted(self.parts, key=partial(_turn, update_order))
+        self.overlap = True
         self._launches = LaunchOrder()
         self._begun: StepPlan | None = None
         if place()[1] > 1:
@@ -64,10 +70,15 @@ class Engine:
 
     def begin(self, plan: StepPlan) -> None:
         """The next backward pass is this step's last: from now on gradients that are complete may be sent."""
-        launches = [self._launch(part) for part in self.parts if self._takes_part(part, plan)]
+        if self.overlap:
+            self._arm(self.parts, plan)
+            self._begun = plan
+
+    def _arm(self, parts: list[Part], plan: StepPlan) -> None:
+        """Make reductions ready to start, in the order of `parts`."""
+        launches = [self._launch(part) for part in parts if self._takes_part(part, plan)]
         # One process has nothing to send, and so nothing to wait for.
         self._launches.arm(launches if place()[1] > 1 else [((), launch) for _, launch in launches])
-        self._begun = plan
 
     @property
     def moving(self) -> list[Part]:
@@ -100,8 +111,8 @@ class Engine:
 
         grad_clip: the gradients' largest global norm, of all those whose turn it is.
         """
-        if self._begun is not plan:  # nobody said that this was the last backward pass: no overlap
-            self.begin(plan)
+        if self._begun is not plan:  # no overlap, or nobody said that this was the last backward pass
+            self._arm(self.parts if self.overlap else self._updates, plan)
         self._launches.finish()
         self._begun = None
         due = [part for part in self._updates if self._takes_part(part, plan)]

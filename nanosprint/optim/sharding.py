@@ -9,7 +9,9 @@ for expensive rules time; replicating spares the second message, which is what s
 
 The order of messages must be the same on all processes, or they wait for each other for ever. So it follows the order
 of the recipe's groups and never depends on data: `LaunchOrder` lets a reduction start during the backward pass, as soon
-as its gradients are complete, but only behind all those before it; a gradient that does not arrive counts as zero.
+as its gradients are complete, but only behind all those before it; a gradient that does not arrive counts as zero. Rows
+are the exception: how many there are the host must know, so they leave when they are waited for, which is in the order
+of updates.
 
 Gloo, the back end on CPUs, does all of this too, in place and for every dtype used here. One process sends nothing.
 """
@@ -51,30 +53,17 @@ def reduce_bank(bank: Bank) -> Any:
 def reduce_rows(bank: Bank) -> Any:
     """`reduce_bank` for a gradient most of whose rows are zero: a process sends the others to their owners.
 
-    For tables of which a step looks up a part. Rows are the bank's units, and are found in the gradient itself: a pass
-    over it, and a wait until it is complete, since the host must know how many there are. All processes learn all
-    numbers, so that they agree on when sending everything is as fast. Source: the speedrun's record #68 and #71.
+    For tables of which a step looks up a part. Rows are the bank's units, and are found in the gradient itself, by a
+    pass over it. The host must know how many there are, and waits for that only in the handle's `wait`: by then the
+    device has other parts' updates to do. All processes learn all numbers, so that they agree on when sending
+    everything is as fast. Source: the speedrun's record #68 and #71.
     """
     rank, size = place()
     if size == 1 or bank.shards == 1:
         return reduce_bank(bank)
-    grad = bank.grad.view(size * bank.per_shard, bank.unit_size)
-    found = grad.any(dim=1).view(size, bank.per_shard)  # NaN is not zero either
-    found[rank] = False  # they are where they belong
-    rows = found.flatten().nonzero().squeeze(1)
-    counts = _tell_all(found.sum(dim=1).tolist())
-    if _busiest(counts) > SPARSE_BELOW * (size - 1) * bank.per_shard:
-        return reduce_bank(bank)
-    arriving = [to[rank] for to in counts]
-    places = torch.empty(sum(arriving), dtype=torch.int32, device=grad.device)
-    values = grad.new_empty(sum(arriving), bank.unit_size)
-    sizes = arriving, counts[rank]
-    sent = (rows % bank.per_shard).int(), grad[rows]
-    handles = [
-        dist.all_to_all_single(to, of, *sizes, async_op=True) for to, of in zip((places, values), sent, strict=True)
-    ]
-    own = grad[rank * bank.per_shard : (rank + 1) * bank.per_shard]
-    return _Rows(handles, sent, own, places.split(arriving), values.split(arriving))
+    found = bank.grad.view(size * bank.per_shard, bank.unit_size).any(dim=1).view(size, bank.per_shard)
+    found[rank] = False  # they are where they belong; of the others also NaN is found, which is not zero
+    return _Rows(bank, _places_of(found.flatten()), _on_its_way(found.sum(dim=1)))
 
 
 def _busiest(counts: list[list[int]]) -> int:
@@ -83,27 +72,59 @@ def _busiest(counts: list[list[int]]) -> int:
 
 
 class _Rows:
-    """Rows on their way to their owner; `wait` adds them to its own."""
+    """Rows that have been found; `wait` sends them, and adds those that arrive to a process's own."""
 
-    def __init__(
-        self,
-        handles: list[Any],
-        sent: tuple[Tensor, ...],
-        own: Tensor,
-        places: Sequence[Tensor],
-        values: Sequence[Tensor],
-    ) -> None:
-        self._handles, self._sent, self._own = handles, sent, own  # what is sent must live until it has arrived
-        self._arrived = list(zip(places, values, strict=True))
+    def __init__(self, bank: Bank, rows: Tensor, counts: Callable[[], list[int]]) -> None:
+        """rows: where they lie, in front of a longer tensor. counts: waits for how many go to each process."""
+        self._bank, self._rows, self._counts = bank, rows, counts
 
     def wait(self) -> None:
-        """On a GPU its stream waits, not the host."""
-        for handle in self._handles:
+        """On a GPU the host waits until the gradient is complete, and its stream for the rows."""
+        (rank, size), bank = place(), self._bank
+        counts = _tell_all(self._counts())
+        if _busiest(counts) > SPARSE_BELOW * (size - 1) * bank.per_shard:
+            reduce_bank(bank).wait()
+            return
+        grad = bank.grad.view(size * bank.per_shard, bank.unit_size)
+        rows, arriving = self._rows[: sum(counts[rank])], [to[rank] for to in counts]
+        places = torch.empty(sum(arriving), dtype=torch.int32, device=grad.device)
+        values = grad.new_empty(sum(arriving), bank.unit_size)
+        sent = (rows % bank.per_shard).int(), grad[rows]  # which must live until it has arrived
+        pairs = zip((places, values), sent, strict=True)
+        for handle in [dist.all_to_all_single(to, of, arriving, counts[rank], async_op=True) for to, of in pairs]:
             handle.wait()
+        own = grad[rank * bank.per_shard : (rank + 1) * bank.per_shard]
         # One sender after the other, none of which names a row twice: so the order of additions is fixed, which in bf16
         # decides the last bits.
-        for places, values in self._arrived:
-            self._own.index_add_(0, places, values)
+        for there, arrived in zip(places.split(arriving), values.split(arriving), strict=True):
+            own.index_add_(0, there, arrived)
+
+
+def _places_of(mask: Tensor) -> Tensor:
+    """Where a 1-D mask is true, in order, in front of a tensor one longer than it.
+
+    `nonzero` would make the host wait for how many there are.
+    """
+    count = len(mask)
+    order = torch.where(mask, mask.cumsum(0) - 1, count)  # all that is false goes to the last place
+    places = torch.arange(count, device=mask.device)
+    return places.new_zeros(count + 1).scatter_(0, order, places)
+
+
+def _on_its_way(numbers: Tensor) -> Callable[[], list[int]]:
+    """What waits for a copy of `numbers` to the host, which starts now, and for no work that is launched later."""
+    if numbers.device.type != "cuda":
+        return numbers.tolist
+    copy = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+    copy.copy_(numbers, non_blocking=True)
+    arrived = torch.cuda.Event()
+    arrived.record()
+
+    def wait() -> list[int]:
+        arrived.synchronize()
+        return copy.tolist()
+
+    return wait
 
 
 def gather_bank(bank: Bank) -> Any:

@@ -8,8 +8,13 @@ and copies of the inputs, which each replay fills first. Numbers are part of the
 window and every scale of scores; of documents a round bound is taken. All recordings share one pool of memory, since
 none leaves anything in it that another could overwrite but its loss, which is copied.
 
-Reductions between processes are launched by hooks of the backward pass, which a replay does not call: they start when
-it is over, and nothing hides them.
+Several processes each record their own, and nothing that they send: reductions start when the replay is over
+(`Engine.overlap`), whether a call replays, records or does its work as if nothing were recorded. So it matters to no
+process which of these another one does. Recording them, too, would let them start earlier only where the backward pass
+is made of several graphs; compiled, it is one, whose gradients all come at its end.
+
+Where recording fails, on a process among several also for want of memory, calls go on without: `failure` says why, and
+`agree` has all do so.
 
 Source: CUDA graphs as PyTorch has them (Nguyen, Carilli and others 2021, pytorch.org/blog/accelerating-pytorch-with-
 cuda-graphs); the published record's own script does without.
@@ -24,6 +29,7 @@ import torch
 from torch import Tensor
 
 from nanosprint.errors import UserError
+from nanosprint.optim.sharding import from_all, place
 from nanosprint.training.batch import ModelInput, kind_of, leaves
 from nanosprint.training.step import Backward
 
@@ -45,6 +51,10 @@ class Replayed:
     is. record: makes a recording of work and what replays it, without doing the work; `OnGpu` by default. The first
     call with a shape does its work as `backward` would and then records it, which waits for the device. Raises
     UserError for a parameter without a place for its gradient.
+
+    failure: why nothing is recorded or replayed any more; None while it is. on_trial: whether what is computed is
+    thrown away, as in a warm-up: then, among several processes, a call for which recordings leave no memory gives them
+    up and is made again.
     """
 
     def __init__(
@@ -54,13 +64,27 @@ class Replayed:
         self._parameters = [(name, p) for name, p in parameters if p.requires_grad]
         self._record = record or OnGpu()
         self._recordings: dict[Hashable, _Recording] = {}
+        self.failure: str | None = None
+        self.on_trial = False
 
     def recorded(self) -> int:
         """How many recordings there are."""
         return len(self._recordings)
 
+    def agree(self) -> str | None:
+        """The first process's failure that has one, if any: then no process replays any more. All must call it."""
+        failures = [(rank, failure) for rank, failure in enumerate(from_all(self.failure)) if failure is not None]
+        if not failures:
+            return None
+        if self.failure is None:
+            self._give_up("recording failed on another process")
+        where = f"process {failures[0][0]}: " if place()[1] > 1 else ""
+        return f"{where}{failures[0][1]}"
+
     def __call__(self, arguments: ModelInput, divisor: float) -> Tensor:
         """The loss of `arguments`, a tensor of its own; its gradients over `divisor` are added to the parameters'."""
+        if self.failure is not None:
+            return self._backward(arguments, divisor)
         arguments = arguments._replace(context=arguments.context.with_ints())
         key = (divisor, *kind_of(arguments))
         recording = self._recordings.get(key)
@@ -73,13 +97,48 @@ class Replayed:
 
     def _first(self, key: Hashable, inputs: ModelInput, divisor: float) -> Tensor:
         places = self._places()
-        loss = self._backward(inputs, divisor)  # compiles what is not compiled yet, which a recording cannot
-        replay, recorded = self._record(lambda: self._backward(inputs, divisor))
+        loss = self._done(inputs, divisor)  # compiles what is not compiled yet, which a recording cannot
+        recording = None if self.failure is not None else self._recording(inputs, divisor)
         if self._places() != places:
             raise RuntimeError("a gradient has moved while the step was recorded: set exec.cuda_graphs=off")
-        self._recordings[key] = _Recording(inputs, replay, recorded)
-        _log.debug("recorded graph %d of a micro-batch", len(self._recordings))
+        if recording is not None:
+            self._recordings[key] = recording
+            _log.debug("recorded graph %d of a micro-batch", len(self._recordings))
         return loss
+
+    def _done(self, inputs: ModelInput, divisor: float) -> Tensor:
+        """The work itself; on trial, without recordings where they leave no memory for it."""
+        try:
+            return self._backward(inputs, divisor)
+        except torch.OutOfMemoryError as error:
+            if not (self.on_trial and self._recordings) or place()[1] == 1:
+                raise
+            self._give_up(_said(error))
+        # Here, where the error no longer holds on to the tensors of its frames.
+        return self._backward(inputs, divisor)
+
+    def _recording(self, inputs: ModelInput, divisor: float) -> _Recording | None:
+        """None where it cannot be made."""
+        try:
+            return _Recording(inputs, *self._record(lambda: self._backward(inputs, divisor)))
+        except RuntimeError as error:
+            # One process alone tries smaller micro-batches instead.
+            if isinstance(error, torch.OutOfMemoryError) and place()[1] == 1:
+                raise
+            failure = _said(error)
+        self._give_up(failure)
+        return None
+
+    def _give_up(self, why: str) -> None:
+        """Record and replay nothing any more, and free what recordings hold."""
+        self.failure = why
+        if not self.on_trial:  # else who tries says what became of it
+            _log.warning("steps are no longer recorded: %s", why)
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()  # a replay may be under way
+        self._recordings.clear()
+        gc.collect()
+        torch.cuda.empty_cache()
 
     def _places(self) -> list[int]:
         """Where gradients lie."""
@@ -107,6 +166,10 @@ class OnGpu:
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             result = work()
         return graph.replay, result
+
+
+def _said(error: BaseException) -> str:
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or ['without a word'])[0]}"
 
 
 def _tensors(inputs: ModelInput) -> Iterator[Tensor]:

@@ -36,7 +36,7 @@ def resolve(execution: Execution, recipe: Recipe, world: World) -> Execution:
     _check_compilers(resolved, world)
     resolved = resolve_micro_batches(resolved, recipe, world)
     resolved = apply_overrides(resolved, {"attention": choose_attention(resolved, recipe, world)})
-    resolved = replace(resolved, cuda_graphs=_cuda_graphs(resolved, recipe, world))
+    resolved = replace(resolved, cuda_graphs=_cuda_graphs(resolved, recipe))
     _check_cuda_graphs(resolved)
     return replace(resolved, compilers=from_first(_compilers(resolved, recipe, world)))
 
@@ -87,17 +87,17 @@ def _activation_budget(execution: Execution) -> float:
     return budget
 
 
-def _cuda_graphs(execution: Execution, recipe: Recipe, world: World) -> Literal["on", "off"]:
-    """Recorded where a single process trains in stages, whose few shapes of micro-batches are known beforehand.
+def _cuda_graphs(execution: Execution, recipe: Recipe) -> Literal["on", "off"]:
+    """Recorded where a run has stages, whose few shapes of micro-batches are known beforehand.
 
-    Elsewhere documents have no bound, so that recordings would be made while the clock runs; and several processes
-    reduce gradients while the backward pass goes on, which a replay does not let them.
+    Elsewhere documents have no bound, so that recordings would be made while the clock runs. A replay does not let
+    several processes reduce gradients while its backward pass goes on; compiled, that one's gradients come at its end.
     """
     if execution.cuda_graphs != "auto":
         return execution.cuda_graphs
     recordable = execution.device == "cuda" and execution.compile == "default"
     recordable = recordable and not BACKENDS[execution.attention].uploads_limits
-    return "on" if recordable and world.size == 1 and recipe.schedule.stages is not None else "off"
+    return "on" if recordable and recipe.schedule.stages is not None else "off"
 
 
 def _check_cuda_graphs(execution: Execution) -> None:

@@ -26,7 +26,7 @@ from nanosprint.ops.fp8 import has_fp8
 from nanosprint.ops.head_loss import Fp8Scales, head_loss
 from nanosprint.ops.softcap_xent import uses_kernel
 from nanosprint.optim.build import DTYPES
-from nanosprint.optim.sharding import from_all, from_first
+from nanosprint.optim.sharding import from_all, from_first, place
 from nanosprint.training.distributed import World
 from nanosprint.training.microbatch import lanes_of, resolved, smaller
 from nanosprint.training.phases import Phases
@@ -128,8 +128,9 @@ def prepare(
     if request.budget is not None:
         with phases("budget"):
             request = fit_to_budget(request, state, backward, world, data)
-            if _records(execution):  # windows of a run of another length
-                warm_up(state, loss_sum, request.recipe, request.execution, backward)
+            if _records(request.execution):
+                del backward  # with recordings that a run of another length, and so of other windows, has no use for
+                request, loss_sum, backward = _warm_up_within_memory(request, state, loss_sum, world, wanted)
     gc.collect()
     return Prepared(request, world, data, state, loss_sum, backward, shared is not None, phases)
 
@@ -302,8 +303,9 @@ def build_loss_sum(model: GPT, recipe: Recipe, execution: Execution) -> LossSum:
 
 
 def build_backward(state: TrainState, loss_sum: LossSum, execution: Execution) -> Backward:
-    """A micro-batch's forward and backward pass, replayed where the execution says so."""
+    """A micro-batch's forward and backward pass, replayed where the execution says so, which calls no hooks."""
     backward = backward_of(loss_sum)
+    state.engine.overlap = not _records(execution)
     return Replayed(backward, state.model.named_parameters()) if _records(execution) else backward
 
 
@@ -385,14 +387,18 @@ def _warm_up_within_memory(
 ) -> tuple[RunRequest, LossSum, Backward]:
     """Warm up; where the size of a micro-batch is ours to choose, shrink it until a step fits into memory.
 
-    The loss is another one where less is kept of the activations.
+    The loss is another one where less is kept of the activations. Where steps cannot be recorded they are not, on no
+    process, unless that was asked for.
     """
     while True:
         execution = request.execution
         backward = build_backward(state, loss_sum, execution)
         try:
-            warm_up(state, loss_sum, request.recipe, execution, backward)
-            return request, loss_sum, backward
+            failure = _warm_up(request, state, loss_sum, backward)
+            if failure is None:
+                return request, loss_sum, backward
+            request = replace(request, execution=_unrecorded(execution, wanted, failure))
+            continue  # without recordings, and so on from the same state
         except torch.OutOfMemoryError as error:
             less = smaller(request.recipe, execution, wanted)
             if less is None or world.size > 1:
@@ -408,6 +414,27 @@ def _warm_up_within_memory(
         del backward
         gc.collect()
         torch.cuda.empty_cache()
+
+
+def _warm_up(request: RunRequest, state: TrainState, loss_sum: LossSum, backward: Backward) -> str | None:
+    """Warm up; why a process could not record steps, if one could not. The same answer on all of them."""
+    if not isinstance(backward, Replayed):
+        warm_up(state, loss_sum, request.recipe, request.execution, backward)
+        return None
+    backward.on_trial = True
+    warm_up(state, loss_sum, request.recipe, request.execution, backward)
+    failure = backward.agree()
+    backward.on_trial = False
+    return failure
+
+
+def _unrecorded(execution: Execution, wanted: Execution, failure: str) -> Execution:
+    """The execution without recordings, said once. Raises UserError where they were asked for."""
+    if wanted.cuda_graphs == "on":
+        raise UserError(f"exec.cuda_graphs=on: steps could not be recorded ({failure}): leave it out")
+    if place()[0] == 0:
+        _log.warning("steps are not recorded, since that failed (%s); exec.cuda_graphs=off spares the trial", failure)
+    return replace(execution, cuda_graphs="off")
 
 
 def out_of_memory(request: RunRequest, error: BaseException) -> OutOfMemory:

@@ -12,7 +12,7 @@ from nanosprint.model.context import Context, LossTensors
 from nanosprint.ops.attention import Documents
 from nanosprint.recipes import load_recipe
 from nanosprint.results.record import RunRecord
-from nanosprint.training import setup
+from nanosprint.training import replay, setup
 from nanosprint.training.batch import ModelInput, ModelStage, random_input
 from nanosprint.training.distributed import World
 from nanosprint.training.replay import Replayed
@@ -114,6 +114,62 @@ def test_a_gradient_that_does_not_stay(made):
         Replayed(backward_of(model.loss_sum), model.named_parameters(), move)(an_input(8), 1)
 
 
+def failing(error):
+    def record(work):
+        raise error
+
+    return record
+
+
+def test_a_recording_that_fails_costs_the_recordings_and_no_step(caplog):
+    model, recorder = Weighted(), Recorder()
+    backward = Replayed(backward_of(model.loss_sum), model.named_parameters(), recorder)
+    assert backward(an_input(8, short=2), 4) == 16
+    assert backward.agree() is None
+    backward._record = failing(RuntimeError("operation not permitted\nC++ frames"))
+    for i, short in enumerate((3, 2, 3)):
+        assert backward(an_input(8, short=short), 4) == 8 * short
+        assert (backward.recorded(), recorder.replayed) == (0, 0), i
+    assert model.weight.grad.item() == (16 + 24 + 16 + 24) / 4
+    assert backward.agree() == backward.failure == "RuntimeError: operation not permitted"
+    assert caplog.messages == ["steps are no longer recorded: RuntimeError: operation not permitted"]
+
+
+def test_memory_that_recordings_lack(made, monkeypatch):
+    """One process tries smaller micro-batches; several go on without recordings."""
+    backward = made[2]
+    backward._record = failing(torch.OutOfMemoryError("out of memory"))
+    with pytest.raises(torch.OutOfMemoryError):
+        backward(an_input(8, short=2), 4)
+    monkeypatch.setattr(replay, "place", lambda: (1, 2))
+    assert backward(an_input(8, short=2), 4) == 16
+    assert backward.failure == "OutOfMemoryError: out of memory"
+
+
+@pytest.mark.parametrize(("processes", "on_trial", "again"), [(2, True, True), (2, False, False), (1, True, False)])
+def test_memory_that_recordings_leave(processes, on_trial, again, monkeypatch):
+    """A pass is made again without them, of several processes and where nothing counts."""
+    monkeypatch.setattr(replay, "place", lambda: (0, processes))
+    model, full = Weighted(), []
+
+    def loss_sum(tokens, targets, context):
+        if full:
+            raise torch.OutOfMemoryError(full.pop())
+        return model.loss_sum(tokens, targets, context)
+
+    backward = Replayed(backward_of(loss_sum), model.named_parameters(), Recorder())
+    backward.on_trial = on_trial
+    full.append("at the first call, when there is nothing to give up")
+    with pytest.raises(torch.OutOfMemoryError):
+        backward(an_input(8, short=2), 4)
+    assert backward(an_input(8, short=2), 4) == 16
+    full.append("beside a recording")
+    with nullcontext() if again else pytest.raises(torch.OutOfMemoryError):
+        assert backward(an_input(8, short=3), 4) == 24
+    assert (backward.failure is None) == (not again)
+    assert backward.recorded() == (not again)
+
+
 @pytest.mark.parametrize("name", ["record", "sub3"])
 def test_steps_are_the_same_bit_for_bit(name):
     """Stages or windows that move, a tie that ends, gradients that wait for their turn, two micro-batches a step."""
@@ -185,16 +241,14 @@ def test_needs_a_gpu():
 
 
 def test_recorded_where_stages_bound_the_shapes():
-    one, two = World(0, 1, torch.device("cuda")), World(0, 2, torch.device("cuda"))
     record, gpt2 = load_recipe("record"), load_recipe("gpt2")
     on_gpu = Execution(device="cuda", compile="default", attention="triton")
-    assert _cuda_graphs(on_gpu, record, one) == "on"
-    assert _cuda_graphs(on_gpu, record, two) == "off"
-    assert _cuda_graphs(on_gpu, gpt2, one) == "off"
+    assert _cuda_graphs(on_gpu, record) == "on"
+    assert _cuda_graphs(on_gpu, gpt2) == "off"
     for other in ({"device": "cpu"}, {"compile": "off"}, {"compile": "max-autotune"}, {"attention": "flex"}):
-        assert _cuda_graphs(replace(on_gpu, **other), record, one) == "off"
-    assert _cuda_graphs(replace(on_gpu, cuda_graphs="off"), record, one) == "off"
-    assert _cuda_graphs(replace(on_gpu, cuda_graphs="on"), gpt2, one) == "on"
+        assert _cuda_graphs(replace(on_gpu, **other), record) == "off"
+    assert _cuda_graphs(replace(on_gpu, cuda_graphs="off"), record) == "off"
+    assert _cuda_graphs(replace(on_gpu, cuda_graphs="on"), gpt2) == "on"
 
 
 @pytest.mark.parametrize(
@@ -255,4 +309,6 @@ def test_cuda_graphs_change_nothing(attention):
             assert (gradients - once).norm() <= 2 * (again - once).norm() + 1e-3 * once.norm()
             for p in state.model.parameters():
                 p.grad.zero_()
+    assert replayed.failure is None
+    assert replayed.recorded() > 0
     assert losses[-1] < losses[0]
