@@ -12,6 +12,7 @@ from nanosprint.kernels.symmetric import Operand, product
 from nanosprint.kernels.tuning import cublas_gram, full_tile, symmetric_tile
 
 _BLOCK = 4096  # elements of a program: four wide loads a thread
+_SQUARE = 64  # rows and columns of a tile that is turned: not measured yet
 
 
 @triton.jit
@@ -24,16 +25,42 @@ def _divide_kernel(X, OUT, norms, size, margin, eps, BLOCK: tl.constexpr):
     tl.store(OUT + offset + at, quotient.to(OUT.dtype.element_ty), mask=at < size)
 
 
-def divide(X: Tensor, norms: Tensor, margin: float = 1.0, eps: float = 0.0) -> Tensor:
-    """X (B, M, N), contiguous, over margin * norms + eps, as a new tensor: torch's mixed division is slow.
+@triton.jit
+def _divide_turned_kernel(X, OUT, norms, rows, side, margin, eps, BLOCK: tl.constexpr):
+    """One tile of one square block of a matrix with more rows than columns: `side`."""
+    block = tl.program_id(1)
+    r = tl.program_id(0) // tl.cdiv(side, BLOCK) * BLOCK + tl.arange(0, BLOCK)
+    c = tl.program_id(0) % tl.cdiv(side, BLOCK) * BLOCK + tl.arange(0, BLOCK)
+    offset = block.to(tl.int64) * side * side
+    inside = (r < side)[:, None] & (c < side)[None, :]
+    x = tl.load(X + offset + r[:, None] * side + c[None, :], mask=inside, other=0.0).to(tl.float32)
+    quotient = tl.div_rn(x, tl.load(norms + block // (rows // side)) * margin + eps).to(OUT.dtype.element_ty)
+    inside = (c < side)[:, None] & (r < side)[None, :]
+    tl.store(OUT + offset + c[:, None] * side + r[None, :], quotient.T, mask=inside)
 
-    norms (B, 1, 1) in fp32.
+
+def divide(
+    X: Tensor, norms: Tensor, margin: float = 1.0, eps: float = 0.0, out: Tensor | None = None, turned: bool = False
+) -> Tensor:
+    """X (B, M, N), contiguous, over margin * norms + eps, as a new tensor or in `out`: torch's mixed division is slow.
+
+    norms (B, 1, 1) in fp32. With `turned` M is a multiple of N, and each N x N block comes out transposed in its place.
     """
-    out, size = torch.empty_like(X), X.shape[1] * X.shape[2]
-    if X.numel():
-        with torch.cuda.device_of(X):
-            _divide_kernel[(ceil_div(size, _BLOCK), len(X))](
-                X, out, norms, size, margin, eps, BLOCK=_BLOCK, num_warps=8
+    if out is None:
+        out = torch.empty_like(X)
+    batch, rows, cols = X.shape
+    assert not turned or rows % cols == 0, X.shape
+    if not X.numel():
+        return out
+    with torch.cuda.device_of(X):
+        if turned:
+            tiles = ceil_div(cols, _SQUARE) ** 2
+            _divide_turned_kernel[(tiles, batch * rows // cols)](
+                X, out, norms, rows, cols, margin, eps, BLOCK=_SQUARE, num_warps=4
+            )
+        else:
+            _divide_kernel[(ceil_div(rows * cols, _BLOCK), batch)](
+                X, out, norms, rows * cols, margin, eps, BLOCK=_BLOCK, num_warps=8
             )
     return out
 

@@ -215,6 +215,10 @@ RELU2_RESIDENT = {
     "up8": Resident(256, 128, 4),
     "dpre8": Resident(256, 128, 4),
 }
+# Where the products of all stacks of an orthogonalisation share launches (`polar_grouped`): written for (9, 0), not
+# timed yet. Pieces in its ring: with halves of two finished tiles, 224 KiB.
+GROUPED_POLAR: tuple[tuple[int, int], ...] = ()
+GROUPED_STAGES = 4
 GLUON = ("3.6.",)  # it is experimental: names and arguments change with every release
 _RELU2_DEFAULT = Persistent(64, 64, 64, 3, 4)  # fits every card since Ampere
 RELU2_PASS = (2048, 4)  # elements at a time, warps of a block: not measured yet

@@ -12,16 +12,18 @@ lands in [0.859, 1.141] for every s >= 1e-3. Both run in bf16, where rounding re
 
 On a GPU in bf16 the products run through the symmetric kernels (`nanosprint.ops.symmetric`) on devices and shapes where
 those were measured to beat cuBLAS (`kernels/tuning.py`); elsewhere through `torch.baddbmm`. Rounding is the same.
+Stacks of several shapes at once may share launches (`orthogonalize_stacks`).
 
 Names: M rows, N columns, r = min(M, N). Five steps cost 5 * (4 r^2 max(M, N) + 2 r^3) floating-point operations.
 """
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from nanosprint.kernels import has_triton
+from nanosprint.kernels import has_gluon, has_triton
 from nanosprint.ops.symmetric import aligned, fits_kernel
 
 Coefficients = Sequence[tuple[float, float, float]]
@@ -73,6 +75,17 @@ def polar_express(G: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 ORTHOGONALIZERS: dict[str, Orthogonalizer] = {"ns5": newton_schulz, "polar_express": polar_express}
 
 
+class Iteration(NamedTuple):
+    """What an orthogonalizer does: divide by margin * Frobenius norm + eps, then a step for each triple."""
+
+    coefficients: Coefficients
+    margin: float
+    eps: float
+
+
+_ITERATIONS = {newton_schulz: Iteration((NS5,) * 5, 1.0, 1e-7), polar_express: Iteration(POLAR_EXPRESS, 1.02, 1e-6)}
+
+
 def orthogonalizer(name: str) -> Orthogonalizer:
     """The function (G, dtype=...) registered under `name`; ValueError lists the names there are.
 
@@ -81,6 +94,40 @@ def orthogonalizer(name: str) -> Orthogonalizer:
     if name not in ORTHOGONALIZERS:
         raise ValueError(f"orthogonalizer={name!r} is unknown: choose one of {', '.join(sorted(ORTHOGONALIZERS))}")
     return ORTHOGONALIZERS[name]
+
+
+def orthogonalize_stacks(
+    function: Orthogonalizer, stacks: Sequence[Tensor], dtype: torch.dtype = torch.bfloat16
+) -> list[Tensor]:
+    """[function(G, dtype=dtype) for G in stacks], in launches that all stacks share where `share_launches` says so.
+
+    Results may then be views of one tensor. Sums are in another order, so that bf16 may round the other way.
+    """
+    shapes = [G.shape for G in stacks]
+    if len({G.device for G in stacks}) != 1 or not share_launches(function, shapes, dtype, stacks[0].device):
+        return [function(G, dtype=dtype) for G in stacks]
+    from nanosprint.kernels.polar_grouped import quintic_stacks
+
+    rule = _ITERATIONS[function]
+    inputs = [aligned(G.to(dtype)) for G in stacks]
+    norms = [torch.linalg.vector_norm(G, dim=(-2, -1), keepdim=True, dtype=torch.float32) for G in inputs]
+    return quintic_stacks(inputs, norms, rule.margin, rule.eps, rule.coefficients)
+
+
+def share_launches(
+    function: Orthogonalizer, shapes: Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device
+) -> bool:
+    """Whether stacks (B, M, N) of these shapes are orthogonalised in common launches: eagerly, in bf16, by one of the
+    two functions here, on a GPU for which `tuning` says so, several stacks of one width and of whole tiles."""
+    from nanosprint.kernels import tuning
+    from nanosprint.kernels.polar_jobs import Bank, fits
+
+    if torch.compiler.is_compiling() or device.type != "cuda" or dtype != torch.bfloat16 or len(shapes) < 2:
+        return False
+    if function not in _ITERATIONS or any(len(shape) != 3 for shape in shapes):
+        return False
+    known = torch.version.hip is None and torch.cuda.get_device_capability(device) in tuning.GROUPED_POLAR
+    return known and fits([Bank(*shape) for shape in shapes]) and has_triton() and has_gluon()
 
 
 def orthogonalize_flops(num: int, rows: int, cols: int, steps: int = 5) -> int:

@@ -25,7 +25,7 @@ from nanosprint.config.recipe import Precision
 from nanosprint.config.schedule import StepPlan, TailAverage
 from nanosprint.optim.average import Average
 from nanosprint.optim.build import HasRole, build_parts
-from nanosprint.optim.parts import BankPart, Part, is_small, update_together
+from nanosprint.optim.parts import BankPart, Part, is_small, stacks_together, update_stacks, update_together
 from nanosprint.optim.sharding import LaunchOrder, place, sum_over_processes
 from nanosprint.optim.tying import Tie
 
@@ -118,13 +118,10 @@ class Engine:
         due = [part for part in self._updates if self._takes_part(part, plan)]
         if grad_clip is not None and due:
             _clip(due, grad_clip)
-        for parts in _turns(due, plan):
+        for parts, update in _turns(due, plan):
             for part in parts:
                 part.wait_reduced()
-            if len(parts) > 1:
-                update_together(parts, plan)
-            else:
-                parts[0].update(plan)
+            update(parts, plan)
             for part in parts:
                 part.gather()
         if self._tie is not None and self._tie.holds and self._tie.head in due:
@@ -230,10 +227,17 @@ def _named(roles: Mapping[str, HasRole], role: str) -> str:
     return names[0]
 
 
-def _turns(due: list[Part], plan: StepPlan) -> list[list[Part]]:
-    """What is updated one after the other: a part each time, but all small ones at once, in the first one's place."""
-    small = [part for part in due if is_small(part, plan)]
-    return [small if part in small else [part] for part in due if part not in small[1:]]
+def _turns(due: list[Part], plan: StepPlan) -> list[tuple[list[Part], Callable[[list[Part], StepPlan], None]]]:
+    """What is updated one after the other, and how: a part each time, but all small ones at once, and all that
+    orthogonalise together, in the first one's place."""
+    small, stacks = [part for part in due if is_small(part, plan)], stacks_together(due, plan)
+    together = {**dict.fromkeys(small, (small, update_together)), **dict.fromkeys(stacks, (stacks, update_stacks))}
+    later = [*small[1:], *stacks[1:]]
+    return [together.get(part, ([part], _update_one)) for part in due if part not in later]
+
+
+def _update_one(parts: list[Part], plan: StepPlan) -> None:
+    parts[0].update(plan)
 
 
 def _turn(update_order: tuple[str, ...], part: Part) -> tuple[int, int]:

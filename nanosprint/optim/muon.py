@@ -31,14 +31,16 @@ stored*. A projection stored transposed has another rate. And a matrix of one ro
 which would become +-1: gates do not belong here.
 """
 
-from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
 from nanosprint.config.groups import GradientBasis, MomentumMixture, RadiusControl
 from nanosprint.kernels import has_triton
+from nanosprint.ops.polar import Orthogonalizer, orthogonalize_stacks
 from nanosprint.ops.polar import orthogonalizer as find_orthogonalizer
 from nanosprint.ops.recorded import can_record, recorded
 from nanosprint.optim.basis import SQUARE, State, init_basis, whiten_
@@ -53,6 +55,15 @@ Scale = Literal["spectral", "rms"]
 Equalize = Literal["none", "rows"]
 FLOOR = 1e-10  # of second moments and norms
 TINY = 1e-30  # of mean squares of gradients, which may be small: a row below 1e-15 stays short
+
+
+class Unfinished(NamedTuple):
+    """A call of `muon_` that waits for the orthogonalisation of `whole` (B, M, N) by `function`; `end` takes it."""
+
+    function: Orthogonalizer
+    dtype: torch.dtype
+    whole: Tensor
+    end: Callable[[Tensor], None]
 
 
 def muon_(
@@ -81,6 +92,7 @@ def muon_(
     basis: GradientBasis | None = None,
     bases: Sequence[State] | None = None,
     radius: RadiusControl | None = None,
+    later: list[Unfinished] | None = None,
 ) -> None:
     """One Muon update of several tensors of the same shape, dtype and device.
 
@@ -93,6 +105,8 @@ def muon_(
 
     mixture, of the mean age `age` (None: its `start`), gives exp_avgs one axis more, of the mixture's means, after that
     of tensors (without `stacked`: in front). bases: what `init_basis` made for each parameter, if basis is given.
+
+    later: leaves the orthogonalisation and all that follows to `finish`, which does those of several calls at once.
 
     The rate is lr * lr_scale. Cautious decay takes rate * s * weight_decay * lr off: lr_scale counts once.
 
@@ -125,11 +139,56 @@ def muon_(
             assert bases is not None
             directions = whiten_(directions, locals_, bases, basis, (rows, cols), tf32=dtype.itemsize == 2)
         _fill_(stack, directions, equal_cols)
+    rate = lr * lr_scale
+    step_size = rate * scale_factor(scale, rows, cols)
+    end = partial(
+        _end,
+        params,
+        exp_avgs,
+        second_moments,
+        mantissas,
+        variance_beta=variance_beta,
+        step_size=step_size,
+        shrink=(step_size * lr if decay == "cautious" else rate) * weight_decay,
+        cautious=decay == "cautious",
+        radius=None if radius is None else (radius, rate, scale_factor(scale, rows, cols)),
+    )
     if graph:
-        updates = graph()
+        end(graph())
+        return
+    whole = gather(stack, params[0]).reshape(-1, rows, cols)
+    whole = whole if equalize == "none" or whole_rows else equal_rows(whole)
+    if later is None:
+        end(function(whole, dtype=dtype))
     else:
-        whole = gather(stack, params[0]).reshape(-1, rows, cols)
-        updates = function(whole if equalize == "none" or whole_rows else equal_rows(whole), dtype=dtype)
+        later.append(Unfinished(function, dtype, whole, end))
+
+
+def finish(updates: Sequence[Unfinished]) -> None:
+    """Orthogonalise what calls of `muon_` have left for later, in common launches where possible, and apply it."""
+    kinds: dict[Any, list[Unfinished]] = {}
+    for update in updates:
+        kinds.setdefault((update.function, update.dtype), []).append(update)
+    for (function, dtype), alike in kinds.items():
+        results = orthogonalize_stacks(function, [update.whole for update in alike], dtype)
+        for update, result in zip(alike, results, strict=True):
+            update.end(result)
+
+
+def _end(
+    params: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    second_moments: Sequence[Tensor] | None,
+    mantissas: Sequence[Tensor] | None,
+    updates: Tensor,
+    *,
+    variance_beta: float | None,
+    step_size: Any,
+    shrink: Any,
+    cautious: bool,
+    radius: Steering | None,
+) -> None:
+    """What `muon_` does with orthogonalised directions."""
     factors = None
     if variance_beta is not None:
         assert second_moments is not None
@@ -137,18 +196,16 @@ def muon_(
     if is_sharded(params[0]):
         updates = updates if factors is None else updates * factors
         updates, factors = scatter(updates.view(len(params), *params[0].shape), params[0]), None
-    rate = lr * lr_scale
-    step_size = rate * scale_factor(scale, rows, cols)
     _apply_(
         [local(p) for p in params],
         None if mantissas is None else [local(m) for m in mantissas],
         updates,
         factors,
         step_size,
-        (step_size * lr if decay == "cautious" else rate) * weight_decay,
-        decay == "cautious",
-        averages[0].dtype,
-        None if radius is None else (radius, rate, scale_factor(scale, rows, cols)),
+        shrink,
+        cautious,
+        local(exp_avgs[0]).dtype,
+        radius,
     )
 
 
@@ -433,7 +490,7 @@ class Muon(Shell):
         if group["mantissa"] and "mantissa" not in state:
             state["mantissa"] = torch.zeros_like(param, dtype=LOW)
 
-    def _update(self, group: dict[str, Any]) -> None:
+    def _update(self, group: dict[str, Any], later: list[Unfinished] | None = None) -> None:
         columns: tuple[list[Tensor], ...] = ([], [], [], [], [])
         self._init_group(group, *columns)
         params, grads, exp_avgs, moments, mantissas = columns
@@ -452,6 +509,7 @@ class Muon(Shell):
                 momentum=number(group["momentum"]),
                 bases=None if group["basis"] is None else [self.state[params[i]] for i in rows],
                 dtype=group["orthogonalize_dtype"],
+                later=later,
                 **{option: group[option] for option in _PASSED_ON},
             )
 
@@ -469,6 +527,16 @@ class Muon(Shell):
                 moments.append(state["second_moment"])
             if group["mantissa"]:
                 mantissas.append(state["mantissa"])
+
+
+@torch.no_grad()
+def step_stacks(optimizers: Sequence[Muon]) -> None:
+    """`step` of several, which orthogonalise in common launches. All their stacks are in memory at once."""
+    later: list[Unfinished] = []
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            optimizer._update(group, later)
+    finish(later)
 
 
 _PASSED_ON = (

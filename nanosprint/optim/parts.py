@@ -15,9 +15,11 @@ from torch import Tensor
 
 from nanosprint.config.groups import ParamGroup
 from nanosprint.config.schedule import StepPlan
+from nanosprint.ops.polar import orthogonalizer, share_launches
 from nanosprint.optim.adam import AdamW, step_together
 from nanosprint.optim.bank import Bank
 from nanosprint.optim.lookahead import step_ahead
+from nanosprint.optim.muon import Muon, step_stacks
 from nanosprint.optim.sharding import (
     from_first,
     gather_bank,
@@ -242,6 +244,39 @@ def update_together(parts: Sequence[Part], plan: StepPlan) -> None:
         torch._foreach_zero_(alike)
     for part in parts:
         part.accumulating = False
+
+
+def stacks_together(parts: Sequence[Part], plan: StepPlan) -> list[Part]:
+    """Those of the parts that orthogonalise in common launches, if there are several: whole banks with Muon alone.
+
+    None with several processes: messages of one bank travel while another is computed.
+    """
+    if place()[1] > 1:
+        return []
+    found = [part for part in parts if isinstance(part.optimizer, Muon) and part.group.role not in dict(plan.ahead)]
+    groups = [group for optimizer in _muons(found) for group in optimizer.param_groups]
+    if len(found) < 2 or len({(group["orthogonalizer"], group["orthogonalize_dtype"]) for group in groups}) > 1:
+        return []
+    tensors = [tensor for group in groups for tensor in group["params"]]
+    function, dtype = orthogonalizer(groups[0]["orthogonalizer"]), groups[0]["orthogonalize_dtype"]
+    alone = any(group["split"] != 1 or group["cuda_graph"] for group in groups)
+    if alone or not share_launches(function, [t.shape for t in tensors], dtype, tensors[0].device):
+        return []
+    return found
+
+
+def _muons(parts: Sequence[Part]) -> list[Muon]:
+    return [part.optimizer for part in parts if isinstance(part.optimizer, Muon)]
+
+
+def update_stacks(parts: Sequence[Part], plan: StepPlan) -> None:
+    """`update` of what `stacks_together` found."""
+    optimizers = _muons(parts)
+    for part, optimizer in zip(parts, optimizers, strict=True):
+        set_rates(optimizer, plan, part.group.role)
+    step_stacks(optimizers)
+    for part in parts:
+        part.clear()
 
 
 class TablePart(Part):

@@ -25,6 +25,9 @@ class Machine:
         self.fenced = True  # whether the copy engine sees all barriers
         self.barriers: list[Barrier] = []
 
+    def extend(self, parts: dict[str, dict[str, Any]]) -> None:
+        """Add to what stands in for Gluon, by module and name."""
+
     def product(self, a: Any, b: "Shared", acc: Any, use_acc: bool = True, is_async: bool = False) -> "Product":
         assert is_async
         self.pending.append(Product(a, b, acc if use_acc else None))
@@ -113,8 +116,9 @@ class Values(Tensor):
 class Descriptor:
     """A tensor from which blocks are copied; what lies outside is 0."""
 
-    def __init__(self, t: Tensor, shape: list[int], strides: list[int], block: list[int]) -> None:
-        self.t, self.dtype, self.layout = torch.as_strided(t, shape, strides), t.dtype, None
+    def __init__(self, t: Tensor, shape: list[int], strides: list[int], block: list[int], layout: Any = None) -> None:
+        self.t, self.dtype, self.layout = torch.as_strided(t, shape, strides), t.dtype, layout
+        self.block_shape = block
         self.block_type = SimpleNamespace(shape=block, nbytes=math.prod(block) * t.element_size())
 
     def block(self, at: list[Any]) -> Tensor:
@@ -255,6 +259,7 @@ def load_module(path: str, machine: Machine) -> Any:
         },
         "triton.experimental.gluon.nvidia.hopper": {"TensorDescriptor": Descriptor},
     }  # fmt: skip
+    machine.extend(parts)
     for name in list(parts):  # their parents
         while "." in name:
             name = name.rpartition(".")[0]

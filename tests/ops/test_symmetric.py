@@ -173,6 +173,12 @@ def interpreted():
     X = torch.randn(3, 40, 72)
     norm = X.norm(dim=(1, 2), keepdim=True)
     torch.testing.assert_close(divide(X, norm), X / norm, atol=0, rtol=1e-6)
+    for side, blocks in ((40, 1), (72, 3)):
+        tall = torch.randn(2, side * blocks, side)
+        norm_of_tall, out = tall.norm(dim=(1, 2), keepdim=True), torch.full_like(tall, float("nan"))
+        assert divide(tall, norm_of_tall, 1.02, 1e-6, out=out, turned=True) is out
+        truth = (tall / (norm_of_tall * 1.02 + 1e-6)).view(2, blocks, side, side).mT.reshape(tall.shape)
+        torch.testing.assert_close(out, truth, atol=0, rtol=1e-6)
     for Y in (X / norm, (X / norm).mT.contiguous()):
         for steps in (1, 2, 5):
             truth = quintic_steps_reference(Y.clone(), (NS5,) * steps)

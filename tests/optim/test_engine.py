@@ -13,7 +13,7 @@ from nanosprint.model.roles import collect_roles
 from nanosprint.optim import engine as engine_module
 from nanosprint.optim import parts as parts_module
 from nanosprint.optim.engine import Engine
-from nanosprint.optim.parts import update_together
+from nanosprint.optim.parts import update_stacks, update_together
 
 STEPS, HALF = 20, 7  # at half time the group with every=2 is waiting with a gradient
 EVERY2 = (replace(GROUPS[0], every=2), *GROUPS[1:])
@@ -207,13 +207,37 @@ def test_small_parts_are_updated_together_as_if_alone(monkeypatch, groups):
 def test_what_counts_as_small(monkeypatch):
     _, engine = toy()
     due = [part for part in engine._updates if part.due(plan(0))]
-    assert [[part.group.role for part in parts] for parts in engine_module._turns(due, plan(0))] == [
+    assert [[part.group.role for part in parts] for parts, _ in engine_module._turns(due, plan(0))] == [
         ["head", "embed", "scalar"], ["soap"], ["matrix"],
     ]  # fmt: skip
     ahead = replace(plan(0), ahead=(("embed", Ahead(here=0.0, next=1.0, kept=0.9)),))
-    assert [len(parts) for parts in engine_module._turns(due, ahead)] == [2, 1, 1, 1]
+    assert [len(parts) for parts, _ in engine_module._turns(due, ahead)] == [2, 1, 1, 1]
     monkeypatch.setattr(parts_module, "TOGETHER", 60)
-    assert [len(parts) for parts in engine_module._turns(due, plan(0))] == [1] * 5
+    assert [len(parts) for parts, _ in engine_module._turns(due, plan(0))] == [1] * 5
+
+
+def test_stacks_are_updated_together_as_if_alone(monkeypatch):
+    """Whether their launches may be shared is asked of the kernels, which are not here: once the answer is yes."""
+    matrix = next(g for g in GROUPS if g.role == "matrix")
+    two = tuple(replace(matrix, role="soap", lr_scale=2.0) if g.role == "soap" else g for g in GROUPS)
+    ends, calls = [], []
+    monkeypatch.setattr(engine_module, "update_stacks", lambda *args: calls.append(update_stacks(*args)))
+    for together in (True, False):
+        calls.clear()
+        monkeypatch.setattr(parts_module, "share_launches", lambda *_, answer=together: answer)
+        model, engine = toy(two)
+        if together:
+            ahead = replace(plan(0), ahead=(("soap", Ahead(here=0.0, next=1.0, kept=0.9)),))
+            assert [part.group.role for part in parts_module.stacks_together(engine.parts, plan(0))] == [
+                "matrix",
+                "soap",
+            ]
+            assert parts_module.stacks_together(engine.parts, ahead) == []
+        train(model, engine, range(4))
+        ends.append((model, engine.snapshot()["accumulating"], [part.bank.grad.any().item() for part in engine.parts]))
+        assert len(calls) == (4 if together else 0)
+    assert differ(ends[0][0], ends[1][0]) == 0
+    assert ends[0][1:] == ends[1][1:]
 
 
 def test_clipping_is_torchs():
