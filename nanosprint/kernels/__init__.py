@@ -27,7 +27,7 @@ def has_gluon() -> bool:
     if str(triton.__version__).startswith(GLUON):
         return True
     _log.warning(
-        "Triton %s: attention's and the MLP's kernels in Gluon are for %s*, slower ones in Triton serve",
+        "Triton %s: the kernels in Gluon of attention, MLP and loss are for %s*, slower ones in Triton serve",
         triton.__version__,
         "*, ".join(GLUON),
     )
