@@ -1,4 +1,4 @@
-"""Products in FP8 against bf16: `python -m benchmarks.bench_fp8 [--tokens N] [--projections] [--json FILE]`, on a GPU.
+"""Products in FP8 against bf16: `python -m benchmarks.bench_fp8 [--tokens N] [--loss | --projections]`, on a GPU.
 
 Forward and backward of x (49,152 x 768) times a weight (50,304 x 768), kept in fp32:
 
@@ -10,6 +10,10 @@ Then the kernel of the loss alone, writing E5M2 or over the logits in bf16; `--s
 three products at 1,500 TFLOP/s (FP8) or at the bf16 rate measured on the same card, and for the loss its bytes (logits
 read twice, gradient written once) at the rate of a copy. Targets on an H200: head and loss 1.5 times as fast as bf16,
 the loss at 80 % of its floor. Times are device times: median with 20th and 80th percentile.
+
+`--loss` times the loss alone, the record's, at --tokens and at 32,768 rows: the kernel that reads a row twice beside
+the one that keeps it in shared memory, with `--sweep` by all of its candidates in `tuning`. One that does not agree
+with the first is reported and not timed. Floor: every byte once.
 
 `--projections` times attention's projections instead, each product with its operands ready and then the whole, forward
 and backward, compiled, between neighbours that the compiler merges casts with: norm before QKV, norm of queries and
@@ -31,6 +35,7 @@ from benchmarks.bench_optim import copy_rate, matmul_rate, time_ms
 from benchmarks.harness import synchronize, write_rows
 from benchmarks.inputs import CAP, SCALES, record_labels
 from nanosprint.kernels import softcap_xent as kernels
+from nanosprint.kernels import tuning
 from nanosprint.model.fp8_projection import Fp8Projection
 from nanosprint.model.fp8_weight import Fp8Weight
 from nanosprint.model.techniques.head_gate import gated
@@ -66,6 +71,8 @@ def fused(x, weight, labels, **options):
 def loss_rows(logits, targets, sweep):
     """The kernel of the loss alone."""
     rate, rows = copy_rate(), []
+    if sweep:  # the tiles are those of the kernel that reads a row twice
+        tuning.SOFTCAP_XENT_HELD = None
     for name, num_labels, cap in (("next token, no cap", 1, None), ("record", 4, CAP)):
         labels = record_labels(targets, num_labels)
         for out in (torch.empty_like(logits, dtype=fp8.E5M2), logits):
@@ -78,6 +85,34 @@ def loss_rows(logits, targets, sweep):
                 what = f"loss, {name}, {'e5m2' if out is not logits else 'bf16'}, tile {tile}"
                 print(f"{what:55s} {ms:7.3f} ms ({low:.3f} .. {high:.3f})  floor {floor:.2f} ms = {floor / ms:.0%}")
                 rows.append({"name": what, "ms": ms, "p20": low, "p80": high, "floor_ms": floor})
+    return rows
+
+
+def held_rows(sizes, sweep):
+    """The record's loss at each number of rows, by both kernels, and the floor of its bytes."""
+    rate, rows, curve = copy_rate(), [], curve_of(CAP)
+    named = tuning.SOFTCAP_XENT_HELD or tuning.SOFTCAP_XENT_CANDIDATES[0]
+    for tokens in sizes:
+        logits = torch.randn(tokens, VOCAB, device="cuda", dtype=torch.bfloat16)
+        labels = record_labels(torch.randint(VOCAB, (tokens,), device="cuda"), 4)
+        for dtype in (fp8.E5M2, torch.bfloat16):
+            out = torch.empty_like(logits, dtype=dtype)
+            floor = 1e3 * (logits.nbytes + out.nbytes) / rate
+            exact = None
+            for tile in (None, *(tuning.SOFTCAP_XENT_CANDIDATES if sweep else (named,))):
+                tuning.SOFTCAP_XENT_HELD = tile
+                work = functools.partial(loss_and_grad, logits, labels, curve, out, inverse=1 / SCALES.gradient)
+                what = f"loss, {tokens:,} rows, {dtype}, {'read twice' if tile is None else tile}"
+                losses, part = work(), out[:: tokens // 64].float()
+                exact = exact or (losses, part)
+                wrong = max(((a - b).norm() / b.norm()).item() for a, b in zip((losses, part), exact, strict=True))
+                if not wrong < 5e-2:
+                    print(f"{what:75s} WRONG by {wrong:.1e}")
+                    continue
+                ms, low, high = time_ms(work, "cuda", 15)
+                print(f"{what:75s} {ms:6.3f} ms ({low:.3f} .. {high:.3f})  floor {floor:.2f} ms = {floor / ms:.0%}")
+                rows.append({"name": what, "ms": ms, "p20": low, "p80": high, "floor_ms": floor, "differs": wrong})
+    tuning.SOFTCAP_XENT_HELD = named
     return rows
 
 
@@ -180,10 +215,14 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=49_152)
     parser.add_argument("--sweep", action="store_true", help="try the tiles of the loss")
+    parser.add_argument("--loss", action="store_true", help="the loss alone, by both kernels")
     parser.add_argument("--projections", action="store_true", help="attention's projections instead of the head")
     parser.add_argument("--json", type=Path, help="append the rows here")
     args = parser.parse_args()
     torch.manual_seed(0)
+    if args.loss:
+        write_rows(held_rows([args.tokens, 32_768], args.sweep), args.json)
+        return
     if args.projections:
         write_rows(projection_rows([args.tokens, 4 * args.tokens]) + refresh_rows(), args.json)
         return

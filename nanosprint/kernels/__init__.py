@@ -27,7 +27,7 @@ def has_gluon() -> bool:
     if str(triton.__version__).startswith(GLUON):
         return True
     _log.warning(
-        "Triton %s: kernels in Gluon (attention, MLP, orthogonalisation) are for %s*, slower ones in Triton serve",
+        "Triton %s: kernels in Gluon (attention, MLP, loss, Muon) are for %s*, slower ones in Triton serve",
         triton.__version__,
         "*, ".join(GLUON),
     )

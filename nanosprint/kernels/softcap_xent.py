@@ -15,9 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanosprint.kernels.tuning import SOFTCAP_XENT
+from nanosprint.kernels.tuning import SOFTCAP_BOUND, SOFTCAP_XENT
 
-_BOUND = 40.0  # exp(-2 x 40) is a normal number in fp32 yet
 _INTERPRETED = triton.knobs.runtime.interpret
 
 
@@ -140,7 +139,7 @@ def softcap_xent(
             amplitude / math.log(2), slope, offset, amplitude * slope * inverse,
             torch.finfo(grad.dtype).max if fp8 else 0.0,
             valid, columns, logits.stride(0), grad.stride(0), ids.shape[1],
-            CAPPED=curve is not None, BOUNDED=curve is not None and amplitude <= _BOUND, CLAMP=fp8,
+            CAPPED=curve is not None, BOUNDED=curve is not None and amplitude <= SOFTCAP_BOUND, CLAMP=fp8,
             HARDWARE=not _INTERPRETED,
             LABELS=triton.next_power_of_2(max(2, ids.shape[1])), BLOCK=min(block, triton.next_power_of_2(columns)),
             SAMPLED=rest is not None, num_warps=warps,

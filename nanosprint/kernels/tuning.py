@@ -104,6 +104,40 @@ QUANTIZE = (128, 128, 4)  # rows, columns, warps of a tile: 3.65 TB/s on 49,152 
 # Columns at a time, warps of a row, by bytes of the gradient's dtype. E5M2: 2.99 ms against 3.45 with 16 warps (plain
 # loss, 49,152 x 50,304), bf16: 3.61 against 3.71 with 8 (`bench_fp8`).
 SOFTCAP_XENT = {1: (4096, 8), 2: (4096, 16), 4: (4096, 16)}
+
+
+class HeldRow(NamedTuple):
+    """For blocks that keep a row of capped logits in shared memory, two on a multiprocessor.
+
+    A row passes in chunks of 256 `warps` columns, `ahead` of them on their way to registers. Groups of so many are
+    announced to L2 `soon` groups before they are computed; 0: not at all.
+    """
+
+    warps: int
+    ahead: int
+    soon: int
+
+    def fits(self, columns: int, strides: tuple[int, ...], amplitude: float) -> bool:
+        """Whether rows of that many columns can be held so. strides: of logits and gradient, from row to row.
+
+        The compiler reads 16 bytes at once of what it knows to be at multiples of 16 words of two logits. amplitude:
+        what no logit exceeds.
+        """
+        held = 512 * self.warps * -(-columns // (256 * self.warps))
+        aligned = not any(n % 32 for n in (columns, *strides))
+        return aligned and held + 1024 <= 113 * 1024 and amplitude <= SOFTCAP_BOUND
+
+
+SOFTCAP_BOUND = 40.0  # of capped logits: exp(-2 x 40) is a normal number in fp32 yet
+# Where Gluon serves (`softcap_xent_resident`); None: nowhere. Not timed yet, nor are the candidates.
+SOFTCAP_XENT_HELD: HeldRow | None = HeldRow(8, 4, 2)
+SOFTCAP_XENT_CANDIDATES = (
+    *(HeldRow(8, 4, soon) for soon in (2, 0, 3, 6)),
+    HeldRow(8, 3, 3),
+    HeldRow(8, 6, 2),
+    HeldRow(8, 8, 0),
+    HeldRow(16, 3, 2),
+)
 QK_NORM_ROTARY = (8, 4)  # tokens, warps of a program for one head: 83 % of the floor, best of seven (`bench_rotary`)
 
 # Attention. The first of each list is taken on Hopper; `bench_attention --sweep-tiles` times them all. Microseconds on

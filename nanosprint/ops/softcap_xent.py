@@ -12,18 +12,20 @@ Where S_t is the sum of the weights that count, the second line is the first's g
 more in S_t than in the loss (`Labels.totals`), so it is an argument. The upstream gradient of a summed loss is one
 number, hence the gradient can be made with the loss, while the logits are at hand, and multiplied by it later.
 
-On a GPU a Triton kernel does this in one launch; elsewhere the formula below, which is the reference.
+On a GPU a Triton kernel does this in one launch, on Hopper another one, which keeps a row in shared memory, where a row
+fits; elsewhere the formula below, which is the reference.
 """
 
 import functools
 import logging
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from nanosprint.config.model import SoftcapSpec
-from nanosprint.kernels import has_triton
+from nanosprint.kernels import has_gluon, has_triton, tuning
 
 _log = logging.getLogger(__name__)
 
@@ -86,13 +88,33 @@ def loss_and_grad(
     """
     valid = logits.shape[1] if valid is None else valid
     if uses_kernel(logits.device) and logits.dtype in (torch.bfloat16, torch.float32):
-        from nanosprint.kernels.softcap_xent import softcap_xent as kernel
-
         losses = logits.new_empty(len(logits), dtype=torch.float32)
         ids, weights, totals = (t.contiguous() for t in labels[:3])
-        kernel(logits, ids, weights, totals, losses, out, curve=curve, valid=valid, inverse=inverse, rest=labels.rest)
+        _kernel(logits, curve, out)(
+            logits, ids, weights, totals, losses, out, curve=curve, valid=valid, inverse=inverse, rest=labels.rest
+        )
         return losses
     return _formula(logits, labels, curve, out, valid, inverse)
+
+
+def _kernel(logits: Tensor, curve: Curve | None, out: Tensor) -> Callable[..., None]:
+    """The kernel that keeps rows in shared memory, or the one that reads them twice."""
+    held = tuning.SOFTCAP_XENT_HELD
+    if held is not None and curve is not None and _may_hold(logits, out) and has_gluon():
+        strides = logits.stride(0), out.stride(0)
+        if held.fits(logits.shape[1], strides, curve.amplitude):
+            from nanosprint.kernels.softcap_xent_resident import softcap_xent_resident
+
+            return functools.partial(softcap_xent_resident, tile=held)
+    from nanosprint.kernels.softcap_xent import softcap_xent as kernel
+
+    return kernel
+
+
+def _may_hold(logits: Tensor, out: Tensor) -> bool:
+    aligned = not (logits.data_ptr() % 16 or out.data_ptr() % 16)
+    dtypes = logits.dtype == torch.bfloat16 and out.dtype in (torch.bfloat16, torch.float8_e5m2)
+    return aligned and dtypes and torch.cuda.get_device_capability(logits.device) in tuning.MEASURED
 
 
 def uses_kernel(device: torch.device) -> bool:

@@ -20,7 +20,7 @@ class Machine:
     """The program that runs, when asynchronous work is done, and the products that nobody has waited for."""
 
     def __init__(self) -> None:
-        self.program, self.late_copies, self.late_products = 0, False, False
+        self.program, self.programs, self.late_copies, self.late_products = 0, 1, False, False
         self.pending: list[Product] = []
         self.fenced = True  # whether the copy engine sees all barriers
         self.barriers: list[Barrier] = []
@@ -48,7 +48,7 @@ class Machine:
             self.fenced = False
             self.barriers += (mine := [Barrier(self) for _ in range(shape[0])])
             return Shared(mine)
-        return Shared(torch.full([int(n) for n in shape], float("nan"), dtype=dtype))
+        return Shared(torch.full([int(n) for n in shape], junk(dtype), dtype=dtype))
 
     def fence(self) -> None:
         self.fenced = True
@@ -63,7 +63,7 @@ class Machine:
 
         Barriers must be given up when nothing else is left to do: before, scratch may come to lie where they are.
         """
-        self.late_copies, self.late_products = late_copies, late_products
+        self.late_copies, self.late_products, self.programs = late_copies, late_products, programs
         given = [Pointer(a.view(-1)) if isinstance(a, Tensor) else a for a in args]
         for self.program in range(programs):
             self.barriers = []
@@ -94,10 +94,19 @@ class Pointer:
     def __add__(self, more: Any) -> "Pointer":
         return Pointer(self.flat, self.offset + more)
 
+    def __sub__(self, less: Any) -> "Pointer":
+        return self + -less
 
-def load(pointer: Pointer, mask: Any = True, other: Any = 0) -> Tensor:
+
+def junk(dtype: Any) -> Any:
+    """NaN, or for words the bits of two in bf16: what nobody should find."""
+    return float("nan") if dtype.is_floating_point else 0x7FC07FC0 & torch.iinfo(dtype).max
+
+
+def load(pointer: Pointer, mask: Any = True, other: Any = None) -> Tensor:
     at, mask = torch.broadcast_tensors(torch.as_tensor(pointer.offset), torch.as_tensor(mask))
     values = pointer.flat[torch.where(mask, at, 0)]
+    other = junk(values.dtype) if other is None else other
     return torch.where(mask, values, torch.as_tensor(other, dtype=values.dtype)).as_subclass(Values)
 
 
@@ -135,6 +144,10 @@ class Shared:
     def __init__(self, t: Any) -> None:
         self.t = t
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.t.shape)
+
     def index(self, i: Any) -> "Shared":
         return Shared(self.t[int(i)])
 
@@ -142,7 +155,10 @@ class Shared:
         return Shared(self.t.permute(order))
 
     def load(self, layout: Any) -> Tensor:
-        return self.t.clone()
+        return self.t.clone().as_subclass(Values)
+
+    def store(self, values: Tensor) -> None:
+        self.t.copy_(values)
 
 
 class Barrier:
@@ -210,12 +226,14 @@ def _language(machine: Machine) -> SimpleNamespace:
         return x
 
     return SimpleNamespace(
-        constexpr=int, int64=torch.int64, float32=torch.float32, uint8=torch.uint8,
+        constexpr=int, tuple=tuple, int64=torch.int64, int32=torch.int32, int16=torch.int16, uint8=torch.uint8,
+        float32=torch.float32, bfloat16=torch.bfloat16,
         float8e4nv=torch.float8_e4m3fn, load=load, store=store, sqrt=torch.sqrt, div_rn=torch.div,
         zeros_like=torch.zeros_like, reduce=lambda x, axis, combine: x.amax(axis),
-        inline_asm_elementwise=_moved, DistributedLinearLayout=layout,
+        inline_asm_elementwise=_instruction, DistributedLinearLayout=layout,
         allocate_shared_memory=machine.shared,
-        program_id=lambda _: torch.tensor(machine.program), num_warps=lambda: 4, static_range=range,
+        program_id=lambda _: torch.tensor(machine.program), num_programs=lambda _: torch.tensor(machine.programs),
+        thread_barrier=lambda: None, SwizzledSharedLayout=layout, num_warps=lambda: 4, static_range=range,
         cdiv=lambda a, b: -(-a // b), arange=lambda a, b, _: torch.arange(a, b), minimum=_pairwise(torch.minimum),
         maximum=_pairwise(torch.maximum), convert_layout=converted, where=_where, exp2=torch.exp2, log2=torch.log2,
         zeros=lambda shape, dtype, _: torch.zeros(shape, dtype=dtype),
@@ -225,12 +243,41 @@ def _language(machine: Machine) -> SimpleNamespace:
     )  # fmt: skip
 
 
-def _moved(code: str, constraints: str, args: list[Tensor], **_: Any) -> Tensor:
-    assert code == "mov.b32 $0, $1;", code
-    return args[0]
+def _instruction(code: str, constraints: str, args: list[Any], **_: Any) -> Any:
+    """What PTX of our kernels does."""
+    found = [function for name, function in _INSTRUCTIONS.items() if name in code]
+    assert len(found) == 1, code
+    return found[0](*args)
 
 
-def _where(condition: Any, a: Any, b: Any) -> Tensor:
+def _in_one_word(low: Tensor, high: Tensor, word: torch.dtype) -> Tensor:
+    """Bits of `high` above those of `low`."""
+    return torch.stack((low, high), -1).view(word).squeeze(-1).as_subclass(Values)
+
+
+def _e5m2(x: Tensor) -> Tensor:
+    return x.clamp(-57344, 57344).to(torch.float8_e5m2)
+
+
+def _prefetch(pointer: Pointer, nbytes: Any) -> None:
+    assert nbytes > 0
+    assert nbytes % 16 == 0
+    assert 0 <= pointer.offset <= pointer.flat.numel() - nbytes // pointer.flat.element_size(), "not ours"
+
+
+_INSTRUCTIONS = {
+    "mov.b32 $0, $1;": lambda x: x,
+    "tanh.approx.f32": torch.tanh,
+    "ex2.approx.ftz.f32": torch.exp2,
+    "cvt.rn.bf16x2.f32": lambda low, high: _in_one_word(low.bfloat16(), high.bfloat16(), torch.int32),
+    "cvt.rn.satfinite.e5m2x2.f32": lambda low, high: _in_one_word(_e5m2(low), _e5m2(high), torch.int16),
+    "cp.async.bulk.prefetch.L2.global": _prefetch,
+}
+
+
+def _where(condition: Any, a: Any, b: Any) -> Any:
+    if isinstance(a, Pointer):
+        return a if condition else b
     return torch.where(torch.as_tensor(condition), torch.as_tensor(a), torch.as_tensor(b))
 
 

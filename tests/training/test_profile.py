@@ -54,6 +54,7 @@ NAMES = {
     "fused MLP": ("_relu2_product_kernel", "_relu2_resident_kernel", "_relu2_pass_kernel"),
     "softmax and loss": (
         "_softcap_xent_kernel",
+        "_softcap_xent_resident_kernel",
         "triton_red_fused__log_softmax_nll_loss_forward_4",
         "void at::native::(anonymous namespace)::cunn_SoftMaxForward<4, float, float>",
         "aten::_log_softmax",
