@@ -3,13 +3,16 @@
 The record's three tables in bf16: tokens (50,304 x 768), hashed pairs (377,280 x 768) and five value tables (50,304 x
 3840), looked up by 131,072 and 196,608 ids whose shares are 1 / rank, as in a text. For each of them:
 
-    ours        the operator; the sort, which look-ups of the same ids share, is timed by itself
+    ours        the operator, which adds to a gradient that is there: rows looked up are read and written, no others;
+                the sort, which look-ups of the same ids share, is timed by itself
+    and fill    the same with a gradient of zeros made for it, as where autograd adds it to the parameter's
     torch       embedding_dense_backward; for the value tables with the concatenation that it needs
     inductor    the same compiled: a kernel with atomic additions (at the larger number of ids)
 
-The floor is the gradients read and the whole table written at the rate of a copy. --sweep tries run lengths, columns
-and warps instead of what `tuning` names. "error" is the distance from sums in fp64 over their length; one rounding to
-bf16 is 1.7e-3. Times are device times: median with 20th and 80th percentile.
+The floor is the bytes at the rate of a copy: for "ours" gradients, and rows looked up twice; else gradients and the
+whole table. --sweep tries run lengths, columns and warps instead of what `tuning` names. "error" is the distance from
+sums in fp64 over their length; one rounding to bf16 is 1.7e-3. Times are device times: median with 20th and 80th
+percentile.
 """
 
 import argparse
@@ -32,11 +35,15 @@ TILES = [
 ]  # fmt: skip
 
 
-def ours(grads, rows, size):
-    """The operator's gradient."""
-    parts = list(range(len(grads)))
-    arguments = (rows.order, rows.sorted_ids, size, len(grads), torch.bfloat16)
-    return torch.ops.nanosprint.embedding_grad(grads, parts, *arguments)
+def ours(grads, rows, table):
+    """The operator: gradients added to a table."""
+    torch.ops.nanosprint.add_rows(table, grads, list(range(len(grads))), rows.order, rows.sorted_ids)
+    return table
+
+
+def and_fill(grads, rows, size):
+    """The operator with a table of its own."""
+    return ours(grads, rows, torch.zeros(size, DIM * len(grads), dtype=torch.bfloat16, device="cuda"))
 
 
 def dense_backward(grads, ids, size):
@@ -55,16 +62,20 @@ def measure(name, num, ids, rate, tiles, compiled):
     """Rows for one table and one number of ids."""
     size, count = TABLES[name]
     grads = [torch.randn(num, DIM, device="cuda").bfloat16() for _ in range(count)]
-    rows = sort_rows(ids)
-    floor = 1e3 * 2 * DIM * count * (num + size) / rate
-    works = {f"ours, tile {tile}": (tile, lambda: ours(grads, rows, size)) for tile in tiles}
+    rows, touched = sort_rows(ids), len(ids.unique())
+    table = torch.zeros(size, DIM * count, dtype=torch.bfloat16, device="cuda")
+    works = {f"ours, tile {tile}": (tile, lambda: ours(grads, rows, table)) for tile in tiles}
+    if len(tiles) == 1:
+        works["ours and fill"] = (None, lambda: and_fill(grads, rows, size))
     works["torch"] = (None, lambda: dense_backward(grads, ids, size))
     if num == NUMBERS[-1]:
         works["inductor"] = (None, lambda: compiled(grads, ids, size))
     for what, (tile, work) in works.items():
         if tile is not None:
             kernels.EMBEDDING = tile
+        floor = 1e3 * 2 * DIM * count * (num + (size if tile is None else 2 * touched)) / rate
         ms, low, high = time_ms(work, "cuda", 15)
+        table.zero_()
         off = error(work(), grads, ids)
         print(f"{name:12s} {num:7,d} ids  {what:28s} {ms:7.3f} ms ({low:.3f} .. {high:.3f})", end="  ")
         print(f"floor {floor:.3f} ms = {floor / ms:.0%}, error {off:.1e}", flush=True)

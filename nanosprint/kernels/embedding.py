@@ -1,4 +1,4 @@
-"""The gradient of look-ups: rows summed by the row of the table that they belong to, without atomic operations.
+"""The gradient of look-ups: rows added to the row of the table that they belong to, without atomic operations.
 
 Positions come sorted by id, so that the rows of one id, a segment, follow each other. A program takes a run of RUN
 positions and a block of columns, and adds up row after row in registers:
@@ -6,12 +6,15 @@ positions and a block of columns, and adds up row after row in registers:
     positions   0 .. RUN-1      RUN .. 2 RUN-1      2 RUN .. 3 RUN-1
     ids         3 3 5 5 5 7     7 7 7 7 7 7         7 7 9 9 11 11
                 --- ----- *     ***********         *** --- -----
-    first pass  stored    tail  tail                head    stored
+    first pass  added     tail  tail                head    added
 
-A segment within a run is stored at once. Of one that crosses borders each run keeps a part in fp32: the tail, which
-goes on in the next run, or the head, with which it ends. The second pass adds up the parts, in the order of the runs,
-several at a time: an id that is a tenth of a text has hundreds. So each row of the table is written once, is rounded
-once, and is the same in every run of the program; and an id that is everywhere costs what any other costs.
+A segment within a run is added to its row of the table at once. Of one that crosses borders each run keeps a part in
+fp32: the tail, which goes on in the next run, or the head, with which it ends. The second pass adds up the parts, in
+the order of the runs, several at a time: an id that is a tenth of a text has hundreds. So each row of the table that
+occurs is read and written once, and is the same in every run of the program; and an id that is everywhere costs what
+any other costs.
+
+Sums are rounded to the dtype of the table before they are added to it, as if they had been a tensor of their own.
 """
 
 from collections.abc import Sequence
@@ -44,14 +47,28 @@ def _load_row(G, ORDER, at, num, columns, inside, D):
 
 
 @triton.jit
-def _add_row(total, row, here, following, before, OUT, HEAD, columns, inside, out_row):
-    """The sum with one more row of id `here`; where its segment ends, the sum is stored and a new one begins."""
+def _load_old(OUT, here, following, before, columns, D, out_row):
+    """What the table has in row `here`, where a segment within the run ends; early, so that nobody waits for it."""
+    wanted = tl.where((here != following) & (here != before), D, 0)
+    return tl.load(OUT + here.to(tl.int64) * out_row + columns, mask=columns < wanted, other=0.0)
+
+
+@triton.jit
+def _add_to(OUT, here, total, old, columns, inside, out_row):
+    """The row `here` of the table becomes `old`, which it is, plus the rounded sum."""
+    new = old.to(tl.float32) + total.to(OUT.dtype.element_ty).to(tl.float32)
+    tl.store(OUT + here.to(tl.int64) * out_row + columns, new.to(OUT.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _add_row(total, row, old, here, following, before, OUT, HEAD, columns, inside, out_row):
+    """The sum with one more row of id `here`; where its segment ends, the sum is handed on and a new one begins."""
     total += row.to(tl.float32)
     if here != following:
         if here == before:
             tl.store(HEAD + columns, total, mask=inside)
         else:
-            tl.store(OUT + here.to(tl.int64) * out_row + columns, total.to(OUT.dtype.element_ty), mask=inside)
+            _add_to(OUT, here, total, old, columns, inside, out_row)
         total = tl.zeros_like(total)
     return total
 
@@ -75,7 +92,7 @@ def _segments_kernel(
     here = tl.load(IDS + start)
     total = tl.zeros((BLOCK,), tl.float32)
     for at in range(start, stop, 4):
-        # Behind the last position ids count as -1, which ends the last segment; what is added then is not stored.
+        # Behind the last position ids count as -1, which ends the last segment; what is summed then goes nowhere.
         id1 = tl.load(IDS + at + 1, mask=at + 1 < num, other=-1)
         id2 = tl.load(IDS + at + 2, mask=at + 2 < num, other=-1)
         id3 = tl.load(IDS + at + 3, mask=at + 3 < num, other=-1)
@@ -84,10 +101,14 @@ def _segments_kernel(
         row1 = _load_row(G, ORDER, at + 1, num, columns, inside, D)
         row2 = _load_row(G, ORDER, at + 2, num, columns, inside, D)
         row3 = _load_row(G, ORDER, at + 3, num, columns, inside, D)
-        total = _add_row(total, row0, here, id1, before, OUT, HEAD, columns, inside, out_row)
-        total = _add_row(total, row1, id1, id2, before, OUT, HEAD, columns, inside, out_row)
-        total = _add_row(total, row2, id2, id3, before, OUT, HEAD, columns, inside, out_row)
-        total = _add_row(total, row3, id3, id4, before, OUT, HEAD, columns, inside, out_row)
+        old0 = _load_old(OUT, here, id1, before, columns, D, out_row)
+        old1 = _load_old(OUT, id1, id2, before, columns, D, out_row)
+        old2 = _load_old(OUT, id2, id3, before, columns, D, out_row)
+        old3 = _load_old(OUT, id3, id4, before, columns, D, out_row)
+        total = _add_row(total, row0, old0, here, id1, before, OUT, HEAD, columns, inside, out_row)
+        total = _add_row(total, row1, old1, id1, id2, before, OUT, HEAD, columns, inside, out_row)
+        total = _add_row(total, row2, old2, id2, id3, before, OUT, HEAD, columns, inside, out_row)
+        total = _add_row(total, row3, old3, id3, id4, before, OUT, HEAD, columns, inside, out_row)
         here = id4
     if tl.load(IDS + stop - 1) == here:
         tl.store(TAIL + columns, total, mask=inside)
@@ -120,15 +141,16 @@ def _borders_kernel(
             total += tl.sum(tl.load(TAILS[None, :] + part.to(tl.int64)[:, None] * D, mask=valid, other=0.0), axis=0)
         total += tl.load(TAILS + (runs + run).to(tl.int64) * D, mask=inside, other=0.0)
         OUT = _choose(slot, OUTS)
-        tl.store(OUT + here.to(tl.int64) * out_row + columns, total.to(OUT.dtype.element_ty), mask=inside)
+        old = tl.load(OUT + here.to(tl.int64) * out_row + columns, mask=inside, other=0.0)
+        _add_to(OUT, here, total, old, columns, inside, out_row)
 
 
-def sum_segments(grads: Sequence[Tensor], order: Tensor, sorted_ids: Tensor, outs: Sequence[Tensor]) -> None:
-    """outs[k][i] <- the sum of grads[k][order[p]] over all p with sorted_ids[p] = i, where there are any.
+def add_segments(grads: Sequence[Tensor], order: Tensor, sorted_ids: Tensor, outs: Sequence[Tensor]) -> None:
+    """outs[k][i] += the sum of grads[k][order[p]] over all p with sorted_ids[p] = i, where there are any.
 
     grads: (N, D) each, contiguous, of one float dtype. order (N,): integers. sorted_ids (N,): int32, ascending. outs:
     (rows, D) each, one for each of grads, of one dtype, strides alike and 1 within a row; rows that do not occur are
-    left as they are. Sums are in fp32.
+    left as they are. Sums are in fp32, then rounded to the dtype of outs, and rounded again when they are added.
     """
     num, D = grads[0].shape
     if not num or not D:

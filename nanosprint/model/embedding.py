@@ -27,6 +27,7 @@ class Embedding(nn.Module):
     """
 
     ROLES = {"weight": Role("embed.token"), "positions": Role("embed.position")}
+    in_place = False  # see `GPT.add_rows_in_place`
 
     def __init__(self, config: ModelConfig, layouts: NetLayouts) -> None:
         super().__init__()
@@ -48,7 +49,7 @@ class Embedding(nn.Module):
 
     def forward(self, tokens: Tensor, rows: Rows, dtype: torch.dtype, start: int = 0) -> Tensor:
         """The stream in `dtype`. `rows` are the tokens behind the history; the first stands at position `start`."""
-        x = lookup(self.weight, rows, dtype)
+        x = lookup(self.weight, rows, dtype, in_place=self.in_place)
         if self.smear is not None:
             x = self.smear(x)
         if self.ngrams is not None:

@@ -130,6 +130,15 @@ class GPT(nn.Module):
         """
         self.head.set_prefixes(table)
 
+    def add_rows_in_place(self) -> None:
+        """Let look-ups add their gradients to those that the tables have, row by row: see `ops.embedding.lookup`.
+
+        From then on tables must have a gradient before a step, such as the zeros that the engine gives them.
+        """
+        for table in (self.embed, self.bigram, self.value_tables):
+            if table is not None:
+                table.in_place = True
+
     def train_mlps_in_fp8(self, spec: Fp8MLPSpec) -> None:
         """Compute the MLPs' training products in FP8, from the first `refresh` on. The model must be on its device."""
         for mlp in self._mlps():

@@ -9,6 +9,10 @@ address, rounded to bf16 each. On a GPU with Triton the rows are visited in the 
 fp32, rounded once, and the same at every repetition. The sort is cheap beside reading the gradient, and look-ups of
 the same ids share it.
 
+Most rows of a large table are looked up by no token of a batch. So the operator adds to rows and touches no others. By
+itself it is given zeros, which autograd then adds to the table's gradient: three passes over a table. With `in_place`
+it is given the gradient that the table has, and there is nothing left for autograd to add.
+
 N tokens, D columns. Elsewhere than on such a GPU this is `F.embedding` and its gradient.
 """
 
@@ -56,32 +60,55 @@ def sort_rows(ids: Tensor) -> Rows:
     return Rows(ids, order, sorted_ids)
 
 
-def lookup(weight: Tensor, rows: Rows, dtype: torch.dtype | None = None) -> Tensor:
-    """Rows (..., D) of weight (R, D) in `dtype` (that of weight if None), differentiable in weight."""
-    return lookup_chunks(weight, rows, 1, dtype)[0]
+def lookup(weight: Tensor, rows: Rows, dtype: torch.dtype | None = None, *, in_place: bool = False) -> Tensor:
+    """Rows (..., D) of weight (R, D) in `dtype` (that of weight if None), differentiable in weight.
+
+    in_place: see `lookup_chunks`.
+    """
+    return lookup_chunks(weight, rows, 1, dtype, in_place=in_place)[0]
 
 
-def lookup_chunks(weight: Tensor, rows: Rows, count: int, dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
+def lookup_chunks(
+    weight: Tensor, rows: Rows, count: int, dtype: torch.dtype | None = None, *, in_place: bool = False
+) -> tuple[Tensor, ...]:
     """The same in `count` parts: (..., D) each of weight (R, count D), whose rows hold a token's parts side by side.
 
     Each part's gradient is read where it lies: no (N, count D) is put together. It is summed in fp32 and comes out in
-    the dtype of weight. Raises ValueError where the parts would not be equally wide.
+    the dtype of weight.
+
+    in_place: add it to `weight.grad` during the backward pass, row by row, rounded as autograd rounds it: to the dtype
+    of weight, and again when it is added. `torch.autograd.grad` does not have it then; hooks that run after a gradient
+    is accumulated do, though autograd accumulates nothing. Where rows are not sorted, and for fp64, autograd adds as
+    ever.
+
+    Raises ValueError where the parts would not be equally wide, and where there is no gradient to add to.
     """
     if weight.ndim != 2 or weight.size(1) % count:
         raise ValueError(f"a table of shape {tuple(weight.shape)} has no {count} parts of equal width")
     dtype = dtype or weight.dtype
     if rows.order is None or weight.dtype not in _NARROW:
         return F.embedding(rows.ids, weight).to(dtype).chunk(count, dim=-1)
-    return _Lookup.apply(weight, *rows, count, dtype)
+    into = weight.grad if in_place else None
+    if in_place and into is None:
+        raise ValueError(f"a table of shape {tuple(weight.shape)} has no gradient to add to in place: make it zeros")
+    return _Lookup.apply(weight, into, *rows, count, dtype)
 
 
 class _Lookup(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, weight: Tensor, ids: Tensor, order: Tensor, sorted_ids: Tensor, count: int, dtype: torch.dtype
+        ctx: Any,
+        weight: Tensor,
+        into: Tensor | None,
+        ids: Tensor,
+        order: Tensor,
+        sorted_ids: Tensor,
+        count: int,
+        dtype: torch.dtype,
     ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(order, sorted_ids)
-        ctx.count, ctx.size, ctx.dtype = count, weight.size(0), weight.dtype
+        # Not saved: what else is added before our turn comes does not matter, though autograd would complain.
+        ctx.into, ctx.shape, ctx.dtype = into, weight.shape, weight.dtype
         if not torch.compiler.is_compiling():  # compilers fill in zeros, but every part has a gradient there
             ctx.set_materialize_grads(False)
         return tuple(_cast(F.embedding(ids, part), dtype) for part in weight.chunk(count, dim=-1))
@@ -91,10 +118,12 @@ class _Lookup(torch.autograd.Function):
         order, sorted_ids = ctx.saved_tensors
         present = [(k, g.reshape(-1, g.size(-1))) for k, g in enumerate(grads) if g is not None]
         if not present:
-            return (None,) * 6
+            return (None,) * 7
         parts, flat = [k for k, _ in present], [g for _, g in present]
-        grad = _embedding_grad(flat, parts, order, sorted_ids, ctx.size, ctx.count, ctx.dtype)
-        return grad, None, None, None, None, None
+        fresh = ctx.into is None
+        table = torch.zeros(ctx.shape, dtype=ctx.dtype, device=order.device) if fresh else ctx.into
+        _add_rows(table, flat, parts, order, sorted_ids)
+        return table if fresh else None, None, None, None, None, None, None
 
 
 def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -106,47 +135,31 @@ def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x if x.dtype == dtype else x.to(dtype)
 
 
-@torch.library.custom_op("nanosprint::embedding_grad", mutates_args=())
-def _embedding_grad(
-    grads: Sequence[Tensor],
-    parts: Sequence[int],
-    order: Tensor,
-    sorted_ids: Tensor,
-    size: int,
-    count: int,
-    dtype: torch.dtype,
-) -> Tensor:
-    """Gradient (size, count D) of a table from those (N, D) of some of its parts; zero in the others."""
+@torch.library.custom_op("nanosprint::add_rows", mutates_args=("table",))
+def _add_rows(table: Tensor, grads: Sequence[Tensor], parts: Sequence[int], order: Tensor, sorted_ids: Tensor) -> None:
+    """Add to each row of a table (R, count D) what tokens that looked it up give some of its parts, (N, D) each."""
     D = grads[0].size(1)
-    table = torch.zeros(size, count * D, dtype=dtype, device=order.device)
     outs = [table[:, k * D : (k + 1) * D] for k in parts]
     if order.is_cuda:
-        from nanosprint.kernels.embedding import sum_segments
+        from nanosprint.kernels.embedding import add_segments
 
-        sum_segments([g.contiguous() for g in grads], order, sorted_ids, outs)
+        add_segments([g.contiguous() for g in grads], order, sorted_ids, outs)
     else:
-        _sum_segments(grads, order, sorted_ids, outs)
-    return table
+        _add_segments(grads, order, sorted_ids, outs)
 
 
-@_embedding_grad.register_fake
-def _(
-    grads: Sequence[Tensor],
-    parts: Sequence[int],
-    order: Tensor,
-    sorted_ids: Tensor,
-    size: int,
-    count: int,
-    dtype: torch.dtype,
-) -> Tensor:
-    return torch.empty(size, count * grads[0].size(1), dtype=dtype, device=order.device)
+@_add_rows.register_fake
+def _(table: Tensor, grads: Sequence[Tensor], parts: Sequence[int], order: Tensor, sorted_ids: Tensor) -> None:
+    return None
 
 
-def _sum_segments(grads: Sequence[Tensor], order: Tensor, sorted_ids: Tensor, outs: Sequence[Tensor]) -> None:
-    """What the kernel does, in fp32 or wider."""
+def _add_segments(grads: Sequence[Tensor], order: Tensor, sorted_ids: Tensor, outs: Sequence[Tensor]) -> None:
+    """What the kernel does: sums in fp32 or wider, rounded, and added to the rows that occur."""
+    rows, segment = torch.unique_consecutive(sorted_ids, return_inverse=True)
     for g, out in zip(grads, outs, strict=True):
         wide = torch.promote_types(g.dtype, torch.float32)
-        out.copy_(torch.zeros_like(out, dtype=wide).index_add_(0, sorted_ids, g[order].to(wide)))
+        sums = torch.zeros(len(rows), g.size(1), dtype=wide).index_add_(0, segment, g[order].to(wide))
+        out[rows] += sums.to(out.dtype)
 
 
 @constant_in_graphs

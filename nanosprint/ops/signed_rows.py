@@ -19,12 +19,14 @@ from nanosprint.kernels import has_triton
 from nanosprint.ops.embedding import Rows, lookup
 
 
-def signed_lookup(weight: Tensor, rows: Rows, signs: Tensor, sign_ids: Tensor, dtype: torch.dtype) -> Tensor:
+def signed_lookup(
+    weight: Tensor, rows: Rows, signs: Tensor, sign_ids: Tensor, dtype: torch.dtype, *, in_place: bool = False
+) -> Tensor:
     """Rows (..., D) of weight (R, D) times those of signs (M, D) int8, in `dtype`; differentiable in weight.
 
-    sign_ids: int32 or int64, shaped like `rows.ids`.
+    sign_ids: int32 or int64, shaped like `rows.ids`. in_place: see `lookup_chunks`.
     """
-    plain = lookup(weight, rows, dtype)
+    plain = lookup(weight, rows, dtype, in_place=in_place)
     if weight.is_cuda and has_triton() and dtype != torch.float64:
         return signed_rows(plain, weight, rows.ids, signs, sign_ids)
     return plain * F.embedding(sign_ids, signs).to(dtype)

@@ -7,8 +7,9 @@ scales, which are those of a micro-batch: no difference of theirs in loss was se
 
 How many tokens are worth it. A micro-batch costs the same few passes over every gradient however many tokens it has,
 and its kernels the same launches. gpt2, of 124 M parameters, gained nothing from 131,072 tokens over 65,536 on an H200
-(528,269 against 530,926 tokens/s); the record has five times as many parameters, most of them in tables whose gradients
-are filled and added up by every micro-batch. So `auto` wants a token for every 2,048 parameters, and 65,536 at least.
+(528,269 against 530,926 tokens/s); the record has five times as many parameters, most of them in tables, whose
+gradients each micro-batch filled and added up when this was settled (now it adds rows alone). So `auto` wants a token
+for every 2,048 parameters, and 65,536 at least.
 
 How many fit. With gpt2, 12 layers of 768, the peak was 26.6 GiB at 65,536 tokens and 51.0 GiB at 131,072: 0.4 MB for
 each further token, which is 44 bytes for each layer and dimension, the head's share included (its logits come in parts

@@ -236,6 +236,7 @@ def build_state(recipe: Recipe, execution: Execution, seed: int | None, device: 
     model.to(device=device, dtype=wide)
     model.extend(recipe.max_seq_len)  # there: a quarter of a million positions take seconds on a CPU
     engine = build_engine(model, recipe)
+    model.add_rows_in_place()
     _train_layers_in_fp8(model, recipe, execution)
     if execution.compute == "bf16" and linear_relu2.pays(device):
         model.fuse_mlps()

@@ -69,8 +69,11 @@ def test_operator_in_float64(case, present):
     _, order, sorted_ids = sort_rows(ids)
     parts = [k for k, g in enumerate(grads) if g is not None]
     flat = [grads[k] for k in parts]
-    got = torch.ops.nanosprint.embedding_grad(flat, parts, order, sorted_ids, size, len(grads), torch.float64)
-    torch.testing.assert_close(got, truth(ids, grads, size), rtol=1e-12, atol=1e-12)
+    start = torch.randn(size, 6 * len(grads), dtype=torch.float64)
+    table = start.clone()
+    torch.ops.nanosprint.add_rows(table, flat, parts, order, sorted_ids)
+    torch.testing.assert_close(table, start + truth(ids, grads, size), rtol=1e-12, atol=1e-12)
+    assert torch.equal(table[torch.bincount(ids, minlength=size) == 0], start[torch.bincount(ids, minlength=size) == 0])
 
 
 def run(function, weight, rows, used, dtype):
@@ -130,8 +133,8 @@ def test_no_gradient_wide_tables_and_mistakes():
 def test_opcheck(dtype):
     _, order, sorted_ids = sort_rows(zipf(50, 20))
     grads = [torch.randn(50, 4).to(dtype) for _ in range(2)]
-    op = torch.ops.nanosprint.embedding_grad.default
-    torch.library.opcheck(op, (grads, [0, 2], order, sorted_ids, 20, 3, dtype))
+    table = torch.randn(20, 12).to(dtype)
+    torch.library.opcheck(torch.ops.nanosprint.add_rows.default, (table, grads, [0, 2], order, sorted_ids))
 
 
 @pytest.mark.parametrize("used", [(0, 1, 2), (0, 2)])
@@ -157,18 +160,111 @@ def test_compiled_in_one_graph(used):
         torch.testing.assert_close(a, b)
 
 
-def test_hooks_see_the_gradient():
-    """Reductions between processes are launched by such hooks."""
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager", "inductor"])
+def test_hooks_see_the_whole_gradient(compiler, in_place):
+    """Reductions between processes are launched by such hooks: once in a backward pass, behind its last look-up."""
     weight = torch.randn(5, 4, requires_grad=True)
     weight.grad = torch.ones(5, 4)
     kept, seen = weight.grad, []
     weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
+
+    def loss(weight, ids):
+        one, other = (lookup(weight, sort_rows(i), in_place=in_place) for i in (ids, ids - 1))
+        return (one + other).sum()
+
+    torch._dynamo.reset()
+    loss = loss if compiler == "eager" else torch.compile(loss, backend=compiler, fullgraph=True)
     for _ in range(2):
-        lookup(weight, sort_rows(torch.tensor([1, 1, 4]))).sum().backward()
+        loss(weight, torch.tensor([1, 1, 4])).backward()
     assert weight.grad is kept
-    expected = torch.tensor([1.0, 5.0, 1.0, 1.0, 3.0])[:, None].expand(5, 4)
-    assert torch.equal(seen[-1], expected)
+    expected = [torch.tensor(row)[:, None].expand(5, 4) for row in ([3.0, 3, 1, 2, 2], [5.0, 5, 1, 3, 3])]
     assert len(seen) == 2
+    assert all(map(torch.equal, seen, expected))
+
+
+def a_step(device, dtype, **options):
+    """A table, the ids of two micro-batches, and the loss of one of them; the same at every call.
+
+    The loss looks the table up in three parts, so many `times`, with `options`; where it is `tied` it is a matrix, too.
+    """
+    generator = torch.Generator().manual_seed(3)
+    table = torch.randn(40, 12, generator=generator).to(device, dtype).requires_grad_()
+    ids = [torch.randint(25, (3, 20), generator=generator).to(device) for _ in range(2)]
+
+    def loss(table, ids, times, tied):
+        total = 0.0
+        for i in range(times):
+            parts = lookup_chunks(table, sort_rows((ids + 7 * i) % 40), 3, **options)
+            total = total + sum(((k + 1 + i) * part.double()).sin().sum() for k, part in enumerate(parts))
+        return total + (table.double() @ table.double().mT).sum() / 100 if tied else total
+
+    return table, ids, loss
+
+
+def gradient(step, times, tied, start, compiler=None, splits=2):
+    """What the table's gradient becomes after two micro-batches, from `start`, and whether it has stayed in place."""
+    table, batches, loss = step
+    table.grad = kept = start.to(table).clone()
+    torch._dynamo.reset()
+    compute = loss if compiler is None else torch.compile(loss, backend=compiler, fullgraph=True, dynamic=False)
+    for ids in batches[:splits]:
+        compute(table, ids, times, tied).backward()
+    assert table.grad is kept
+    return kept
+
+
+CASES = [(1, False), (2, False), (1, True), (2, True)]  # look-ups of the table in a micro-batch; whether it is tied
+
+
+@pytest.mark.parametrize(("times", "tied"), CASES)
+@pytest.mark.parametrize("compiler", [None, "aot_eager", "inductor"])
+def test_rows_added_in_place_against_float64(times, tied, compiler):
+    start = torch.randn(40, 12)
+    table, batches, loss = a_step("cpu", torch.float32, in_place=True)
+    got = gradient((table, batches, loss), times, tied, start, compiler)
+    exact = table.detach().double().requires_grad_()  # no kernel sums in fp64: autograd's own gradients
+    sum(loss(exact, ids, times, tied) for ids in batches).backward(inputs=None if tied else [exact])
+    torch.testing.assert_close(got.double(), start.double() + exact.grad, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("compiler", [None, "aot_eager"])
+def test_rows_added_in_place_are_rounded_as_autograd_rounds(dtype, compiler):
+    """Row sums to the table's dtype, and what they are added to again: the same bits after each micro-batch."""
+    start = torch.randn(40, 12)
+    for splits in (1, 2):
+        dense, direct = (
+            gradient(a_step("cpu", dtype, in_place=here), 1, False, start, compiler, splits) for here in (False, True)
+        )
+        assert torch.equal(dense, direct)
+
+
+def test_compiled_code_adds_to_the_gradient_itself(monkeypatch):
+    """Inductor hands the operator the gradient that the table has, not a copy; nothing comes back for autograd."""
+    seen, add = [], ops._add_segments
+
+    def spy(grads, order, sorted_ids, outs):
+        seen.append((outs[0].data_ptr(), len(grads)))
+        add(grads, order, sorted_ids, outs)
+
+    monkeypatch.setattr(ops, "_add_segments", spy)
+    step = a_step("cpu", torch.float32, in_place=True)
+    from_autograd = []
+    step[0].register_hook(from_autograd.append)
+    kept = gradient(step, 2, False, torch.zeros(40, 12), "inductor")
+    assert seen == [(kept.data_ptr(), 3)] * 4
+    assert not any(g is not None for g in from_autograd)
+
+
+def test_a_table_without_a_gradient_to_add_to():
+    table, ids, loss = a_step("cpu", torch.float32, in_place=True)
+    with pytest.raises(ValueError, match=r"shape \(40, 12\) has no gradient to add to in place"):
+        loss(table, ids[0], 1, False)
+    with torch.no_grad():
+        lookup(table, rows_of(ids[0]), in_place=True)  # nothing to add without gradients
+    lookup(table, Rows(ids[0]), in_place=True).sum().backward()  # nor without a sort, where autograd adds
+    assert table.grad is not None
 
 
 def test_a_gpu_without_triton_is_said_once(monkeypatch, caplog):
@@ -245,6 +341,37 @@ def test_compiled_on_a_gpu():
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("compiler", [None, "inductor"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_rows_added_in_place_on_a_gpu(dtype, compiler):
+    """By the kernel, the same bits as a gradient of zeros that autograd adds; two micro-batches, one look-up each."""
+    needs_kernel()
+    start = torch.randn(40, 12)
+    dense, direct = (
+        gradient(a_step("cuda", dtype, in_place=here), 1, False, start, compiler) for here in (False, True)
+    )
+    assert torch.equal(dense, direct)
+    assert not torch.equal(direct, start.to(direct))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_kernel_adds_the_bits_that_torch_adds(dtype):
+    """To what the table has, in text-like ids whose segments cross runs, three parts wide; other rows stay."""
+    needs_kernel()
+    ids = zipf(40_000, 5000).cuda()
+    grads = [torch.randn(40_000, 768, device="cuda").bfloat16() for _ in range(3)]
+    start = torch.randn(9000, 4 * 768, device="cuda").to(dtype)
+    tables = torch.zeros_like(start), start.clone()
+    for table in tables:
+        torch.ops.nanosprint.add_rows(table, grads, [0, 1, 3], *sort_rows(ids)[1:])
+    assert torch.equal(start + tables[0], tables[1])
+    untouched = torch.bincount(ids, minlength=9000) == 0
+    assert torch.equal(tables[1][untouched], start[untouched])
+    assert torch.equal(tables[1][:, 2 * 768 : 3 * 768], start[:, 2 * 768 : 3 * 768])
+
+
+@pytest.mark.gpu
 def test_offsets_beyond_31_bits():
     needs_kernel()
     if torch.cuda.mem_get_info()[0] < 24e9:
@@ -274,10 +401,10 @@ def interpreted():
             grads = [torch.randn(len(ids), D) if k in present else None for k in range(3)]
             table = torch.full((size, 3, D), 7.0)
             outs, (_, order, sorted_ids) = [table[:, k] for k in present], sort_rows(ids)
-            kernels.sum_segments([grads[k] for k in present], order, sorted_ids, outs)
+            kernels.add_segments([grads[k] for k in present], order, sorted_ids, outs)
             occurs = torch.bincount(ids, minlength=size) > 0
-            expected = truth(ids, grads, size).view(table.shape).float()[occurs][:, present]
-            torch.testing.assert_close(table[occurs][:, present], expected, rtol=1e-5, atol=1e-5, msg=case)
+            expected = 7 + truth(ids, grads, size).view(table.shape).float()[:, present]
+            torch.testing.assert_close(table[:, present], expected, rtol=1e-5, atol=1e-5, msg=case)
             assert table[~occurs].eq(7).all(), case
             assert table[:, 1].eq(7).all(), case
 

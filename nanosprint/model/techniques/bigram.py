@@ -72,6 +72,7 @@ class BigramTable(nn.Module):
     """Tokens (B, S) -> (B, S, D), zero at first."""
 
     ROLES = {"weight": Role("embed.bigram")}
+    in_place = False  # see `GPT.add_rows_in_place`
     signs: Tensor | None
 
     def __init__(self, spec: BigramSpec, dim: int) -> None:
@@ -103,7 +104,7 @@ class BigramTable(nn.Module):
     def forward(self, tokens_BS: Tensor, dtype: torch.dtype) -> Tensor:
         rows, signs = self.places(tokens_BS)
         if self.signs is None or signs is None:
-            x = lookup(self.weight, rows_of(rows), dtype)
+            x = lookup(self.weight, rows_of(rows), dtype, in_place=self.in_place)
         else:
-            x = signed_lookup(self.weight, rows_of(rows), self.signs, signs, dtype)
+            x = signed_lookup(self.weight, rows_of(rows), self.signs, signs, dtype, in_place=self.in_place)
         return x if rows.ndim == 2 else x.sum(0)  # orders stand first: a compiler adds few of them within one kernel

@@ -18,6 +18,7 @@ class ValueTables(nn.Module):
     """Rows of tokens (B, S) -> the sources "table0", "table1", ..., (B, S, D) each."""
 
     ROLES = {"weight": Role("embed.value")}
+    in_place = False  # see `GPT.add_rows_in_place`
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -32,5 +33,5 @@ class ValueTables(nn.Module):
         self.weight.normal_(0.0, std, generator=generator)
 
     def forward(self, rows: Rows, dtype: torch.dtype) -> dict[str, Tensor]:
-        tables = lookup_chunks(self.weight, rows, self.config.value_tables, dtype)
+        tables = lookup_chunks(self.weight, rows, self.config.value_tables, dtype, in_place=self.in_place)
         return {f"table{i}": values for i, values in enumerate(tables)}
