@@ -21,7 +21,9 @@ from nanosprint.evidence.jobs import Preparation, Runner, gpus_for, orderly_end
 from nanosprint.evidence.series import Entry, Race, claim_race_dir, load_race, save_race
 from nanosprint.results.record import RunRecord
 from nanosprint.results.runs import RunDir
-from nanosprint.training.request import load_request, save_request
+from nanosprint.training.request import Budget, load_request, save_request
+
+_OFF = 0.1  # of a budget: runs on a GPU of their own end within 5 % of it
 
 
 def start(race: Race, out: Path | None) -> Path:
@@ -89,7 +91,21 @@ def _carry_out(race: Race, entry: Entry, folder: Path, runner: Runner, gpu: str 
     rate = "" if record.tokens_per_s is None else f", {record.tokens_per_s:,.0f} tokens/s"
     seconds = f"{record.train_ms / 1000:.1f} s"
     shared = " with shared graphs" if record.shared_graphs else ""
-    return f"{loss}, {record.steps} steps in {seconds}{rate}, start-up {record.startup_ms / 1000:.0f} s{shared}"
+    doubt = off_budget(race.budget, record.train_ms / 1000)
+    return f"{loss}, {record.steps} steps in {seconds}{rate}, start-up {record.startup_ms / 1000:.0f} s{shared}{doubt}"
+
+
+def off_budget(budget: Budget | None, seconds: float) -> str:
+    """What is to be said of a run that took far more or less than its budget of seconds; "" where it did not.
+
+    Its number of steps, which all runs of the contestant have, was fitted to steps that had company on the device.
+    """
+    if budget is None or budget.unit != "seconds" or abs(seconds / budget.amount - 1) <= _OFF:
+        return ""
+    return (
+        f"; FAR FROM ITS BUDGET of {budget.amount:g} s: something else used the device while its steps were timed, so "
+        "do not compare it, and race anew"
+    )
 
 
 def _begin(race: Race, entry: Entry, folder: Path, runner: Runner) -> RunDir:

@@ -14,13 +14,13 @@ from nanosprint.config import Execution
 from nanosprint.data.lock import try_lock
 from nanosprint.evidence import race as race_module
 from nanosprint.evidence.jobs import Runner
-from nanosprint.evidence.race import carry_on, is_settled, start
+from nanosprint.evidence.race import carry_on, is_settled, off_budget, start
 from nanosprint.evidence.series import load_race, plan_race
 from nanosprint.evidence.workers import Workers
 from nanosprint.recipes import load_recipe
 from nanosprint.results.record import RunRecord
 from nanosprint.results.runs import RunDir, Series
-from nanosprint.training.request import load_request, parse_budget
+from nanosprint.training.request import Budget, load_request, parse_budget
 
 SHORT = ("train.num_steps=3", "eval.every=1")
 TWO = {"thin": SHORT, "fat": (*SHORT, "model.dim=48")}
@@ -263,3 +263,11 @@ def test_several_at_a_time_are_of_one_process_each(plan, tmp_path):
     folder = start(race, tmp_path / "race")
     with pytest.raises(ValueError, match=r"--gpus-parallel 2 is for runs of one process: this race has --gpus 2"):
         carry_on(folder, print, 2)
+
+
+def test_a_run_far_from_its_budget_is_told():
+    """A tenth is the limit, either way; tokens are met exactly, and without a budget there is nothing to say."""
+    budget = Budget(amount=30, unit="seconds")
+    assert [off_budget(budget, seconds) for seconds in (27.5, 30.0, 32.5)] == ["", "", ""]
+    assert all("FAR FROM ITS BUDGET of 30 s" in off_budget(budget, seconds) for seconds in (16.6, 36.9))
+    assert off_budget(Budget(amount=30, unit="tokens"), 1.0) == off_budget(None, 1.0) == ""
