@@ -268,6 +268,8 @@ def test_several_at_a_time_are_of_one_process_each(plan, tmp_path):
 def test_a_run_far_from_its_budget_is_told():
     """A tenth is the limit, either way; tokens are met exactly, and without a budget there is nothing to say."""
     budget = Budget(amount=30, unit="seconds")
-    assert [off_budget(budget, seconds) for seconds in (27.5, 30.0, 32.5)] == ["", "", ""]
-    assert all("FAR FROM ITS BUDGET of 30 s" in off_budget(budget, seconds) for seconds in (16.6, 36.9))
-    assert off_budget(Budget(amount=30, unit="tokens"), 1.0) == off_budget(None, 1.0) == ""
+    assert [off_budget(budget, seconds, 300, 300) for seconds in (27.5, 30.0, 32.5)] == ["", "", ""]
+    assert all("FAR FROM ITS BUDGET of 30 s" in off_budget(budget, seconds, 300, 300) for seconds in (16.6, 36.9))
+    assert off_budget(Budget(amount=30, unit="tokens"), 1.0, 300, 300) == off_budget(None, 1.0, 300, 300) == ""
+    assert off_budget(budget, 16.6, 2, 2) != off_budget(budget, 20.0, 2, 2) == ""  # a third step would take 30 s
+    assert off_budget(budget, 16.6, 150, 300) == ""  # --max-steps, or stopped
