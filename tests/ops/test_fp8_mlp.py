@@ -5,6 +5,7 @@ import torch
 
 from nanosprint.kernels import tuning
 from nanosprint.ops import fp8
+from nanosprint.ops import fp8_mlp as module
 from nanosprint.ops.fp8 import E4M3, quantize, scale_from, scale_of
 from nanosprint.ops.fp8_mlp import Fp8Weights, fp8_mlp
 from tests.ops.test_fp8 import relative
@@ -141,6 +142,21 @@ def test_gradients_of_weights_in_fp8_round_where_it_says(route, device, in_out, 
     d_pre8 = quantize(d_pre, pre_s, fp8.E5M2).double()
     assert relative(d_up, (d_pre8.mT @ x8) * (pre_s * x_s).double()) < tolerance
     assert relative(dx, (d_pre8 @ up8) * (pre_s * copies.up_scale).double()) < tolerance
+
+
+def test_sums_over_tokens_are_not_fast_ones(monkeypatch):
+    """They are too long for the tensor cores' reduced precision."""
+    seen = []
+
+    def product(A, B, *scales, fast=False):
+        seen.append((A.shape[1], fast))
+        return fp8.scaled_product(A, B, *scales, fast=fast)
+
+    monkeypatch.setattr(module, "scaled_product", product)
+    x, up, down, g = case(64, 32, 96, True)
+    y, _ = fp8_mlp(x, up, down, copies_of(x, up, down, True, backward=True), in_out=True, weights=True)
+    y.backward(g)
+    assert sorted(seen) == [(64, False), (64, False), (96, False), (96, True)]
 
 
 @pytest.mark.parametrize("device", DEVICES, indirect=True)
