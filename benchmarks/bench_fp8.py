@@ -91,7 +91,8 @@ def loss_rows(logits, targets, sweep):
 def held_rows(sizes, sweep):
     """The record's loss at each number of rows, by both kernels, and the floor of its bytes."""
     rate, rows, curve = copy_rate(), [], curve_of(CAP)
-    named = tuning.SOFTCAP_XENT_HELD or tuning.SOFTCAP_XENT_CANDIDATES[0]
+    before = tuning.SOFTCAP_XENT_HELD
+    named = before or tuning.SOFTCAP_XENT_CANDIDATES[0]
     for tokens in sizes:
         logits = torch.randn(tokens, VOCAB, device="cuda", dtype=torch.bfloat16)
         labels = record_labels(torch.randint(VOCAB, (tokens,), device="cuda"), 4)
@@ -112,7 +113,7 @@ def held_rows(sizes, sweep):
                 ms, low, high = time_ms(work, "cuda", 15)
                 print(f"{what:75s} {ms:6.3f} ms ({low:.3f} .. {high:.3f})  floor {floor:.2f} ms = {floor / ms:.0%}")
                 rows.append({"name": what, "ms": ms, "p20": low, "p80": high, "floor_ms": floor, "differs": wrong})
-    tuning.SOFTCAP_XENT_HELD = named
+    tuning.SOFTCAP_XENT_HELD = before
     return rows
 
 

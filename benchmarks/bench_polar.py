@@ -85,7 +85,7 @@ def check(stacks: Sequence[Tensor]) -> None:
 def measure(banks: Sequence[Bank]) -> list[dict[str, Any]]:
     stacks = [torch.randn(bank, device="cuda").bfloat16() for bank in banks]
     shapes = [tuple(bank) for bank in banks]
-    assert share_launches(polar_express, shapes, torch.bfloat16, stacks[0].device), "Triton's Gluon is not ours"
+    assert share_launches(polar_express, shapes, torch.bfloat16, stacks[0].device), "no common launches here"
     print(", ".join(" x ".join(map(str, bank)) for bank in banks))
     check(stacks)
     now = [products_now(X / X[0].float().norm()) for X in stacks]

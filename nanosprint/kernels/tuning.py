@@ -1,4 +1,4 @@
-"""Block sizes by device and shape. Each number here was measured; what was not measured takes the default.
+"""Block sizes by device and shape, measured where they do not say otherwise; the rest takes the default.
 
 H200, torch 2.11, Triton 3.6, microseconds of one launch, best of six or seven tiles against cuBLAS (`bench_symmetric`):
 

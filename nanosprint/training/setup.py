@@ -304,7 +304,10 @@ def build_loss_sum(model: GPT, recipe: Recipe, execution: Execution) -> LossSum:
 
 
 def build_backward(state: TrainState, loss_sum: LossSum, execution: Execution) -> Backward:
-    """A micro-batch's forward and backward pass, replayed where the execution says so, which calls no hooks."""
+    """A micro-batch's forward and backward pass, replayed where the execution says so.
+
+    A replay calls no hooks, so the state's engine is told whether to expect them (`Engine.overlap`).
+    """
     backward = backward_of(loss_sum)
     state.engine.overlap = not _records(execution)
     return Replayed(backward, state.model.named_parameters()) if _records(execution) else backward
