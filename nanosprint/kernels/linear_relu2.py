@@ -27,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from nanosprint.kernels.parts import FLOATS, larger
+from nanosprint.kernels.parts import FLOATS, larger, multiprocessors
 from nanosprint.kernels.tuning import RELU2_PASS, RELU2_PEAKS, Persistent
 
 
@@ -237,12 +237,6 @@ def fits_tma(*matrices: Tensor | None) -> bool:
 @functools.cache
 def _has_tma(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
-@functools.cache
-def multiprocessors(device: torch.device) -> int:
-    """The interpreter's machine has four, so that blocks get several tiles there, too."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
 def _tiles(X: Tensor | None, shape: tuple[int, int], tma: bool) -> Any:

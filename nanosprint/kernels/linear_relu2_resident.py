@@ -28,8 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from nanosprint.kernels.linear_relu2 import multiprocessors
-from nanosprint.kernels.parts import FLOATS, ceil_div, larger
+from nanosprint.kernels.parts import FLOATS, ceil_div, larger, multiprocessors
 from nanosprint.kernels.tuning import RELU2_PEAKS, Resident
 
 ROWS = gl.constexpr(64)  # of a tile: what one warp-group instruction multiplies

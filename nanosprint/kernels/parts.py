@@ -19,6 +19,12 @@ FLOATS = {
 }
 
 
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """How many a GPU has. The interpreter's machine has four, so that blocks get several tiles there, too."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
 def ceil_div(a: int, b: int) -> int:
     """How many parts of size b hold a. `triton.cdiv` would take the host 4 us, half as long as a launch."""
     return -(-a // b)

@@ -32,7 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from nanosprint.kernels.linear_relu2 import multiprocessors
+from nanosprint.kernels.parts import multiprocessors
 from nanosprint.kernels.polar import divide
 from nanosprint.kernels.polar_jobs import FIELDS, PIECE, TILE, Bank, Plan, plan
 from nanosprint.kernels.tuning import GROUPED_STAGES

@@ -26,8 +26,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from nanosprint.kernels.linear_relu2 import multiprocessors
-from nanosprint.kernels.parts import ceil_div
+from nanosprint.kernels.parts import ceil_div, multiprocessors
 from nanosprint.kernels.tuning import HeldRow
 
 
