@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 COMMAND = (sys.executable, "-m", "nanosprint.worker")
-MOST = 12  # waiting workers of a GPU; runs of further groups get a worker that ends with them
+# Waiting workers of a GPU; runs of further groups get a worker that ends with them. A recipe, eight variants and more.
+MOST = 12
 _PATIENCE_S = 60.0  # for a worker that has nothing to do any more
 Child = subprocess.Popen[bytes]
 STEPS = {"load": False, "choose": True, "compile": False, "warm up": True}  # of a preparation: whether alone
