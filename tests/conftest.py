@@ -1,10 +1,12 @@
 """Shared by all tests. Small tensors on one thread: with more, tests that run side by side wait for each other."""
 
+import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests import forked
 
 try:
     import torch
@@ -32,8 +34,7 @@ def nanosprint(tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("COLUMNS", "120")
 
-    def run(*words, timeout=120, **options) -> subprocess.CompletedProcess:
-        command = [sys.executable, "-m", "nanosprint", *map(str, words)]
-        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=timeout, **options)
+    def run(*words, timeout=120) -> subprocess.CompletedProcess:
+        return forked.run("nanosprint", *words, cwd=tmp_path, environment=os.environ, timeout=timeout)
 
     return run

@@ -1,17 +1,15 @@
 """The measurement of a whole host, small, with gloo in place of GPUs: what is launched, when, and what is kept."""
 
 import json
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-from benchmarks import eight_gpus
+from benchmarks import eight_gpus, scaling
 from benchmarks.eight_gpus import Job, differing, plan, words_for
 from nanosprint.results.record import RunRecord
+from tests.test_scaling_bench import launch
 
-ROOT = Path(__file__).resolve().parents[1]
 SMALL = (
     "model.dim=32", "model.num_heads=2", "model.num_layers=3", "model.vocab_size=512", "model.document_start=10",
     "model.seq_len=96", "train.batch_tokens=768", "train.num_steps=9", "eval.batch_tokens=512", "eval.tokens=1000",
@@ -19,35 +17,33 @@ SMALL = (
 )  # fmt: skip
 
 
-def call(*words):
-    command = [sys.executable, "-m", "benchmarks.eight_gpus", *map(str, words)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+@pytest.fixture
+def call(monkeypatch, capsys):
+    """call(*words): the program, its launches in forked processes; the exit code or last words, stdout and stderr."""
+    monkeypatch.setattr(scaling, "run", launch)
+
+    def run(*words):
+        monkeypatch.setattr(sys, "argv", ["eight_gpus", *map(str, words)])
+        ended = 0
+        try:
+            eight_gpus.main()
+        except SystemExit as said:
+            ended = said.code
+        return ended, *capsys.readouterr()
+
+    return run
 
 
 @pytest.mark.slow
-def test_all_of_it_on_two_processes(tmp_path, tiny_data):
+def test_all_of_it_on_two_processes(tmp_path, tiny_data, call):
     out = tmp_path / "out"
     words = ["exec.device=cpu", "exec.compile=off", "exec.threads=1", *(f"record-third:{word}" for word in SMALL)]
-    words += [
-        "--gpus",
-        2,
-        "--trained",
-        "record-third",
-        "--steps-only",
-        "tiny",
-        "--data",
-        tiny_data,
-        "--runs",
-        tmp_path / "runs",
-        "--out",
-        out,
-    ]
-    words += ["--steps", 1, "--profile", 1]
-    left = call(*words, "--within", 0)
-    assert left.returncode == 1
-    assert left.stderr.count("left, call again") == 6
-    done = call(*words)
-    assert done.returncode == 0, done.stderr
+    words += ["--gpus", 2, "--trained", "record-third", "--steps-only", "tiny", "--data", tiny_data]
+    words += ["--runs", tmp_path / "runs", "--out", out, "--steps", 1, "--profile", 1]
+    left, _, _ = call(*words, "--within", 0)
+    assert left.count("left, call again") == 6
+    ended, stdout, stderr = call(*words)
+    assert ended == 0, stderr
     rows = [json.loads(line) for line in (out / "record-third.jsonl").read_text().splitlines()]
     stages = [(row["gpus"], row["stage"]) for row in rows if row["benchmark"] == "scaling"]
     assert stages == [(gpus, f"stage {i}") for gpus in (2, 1) for i in range(3)]
@@ -59,10 +55,10 @@ def test_all_of_it_on_two_processes(tmp_path, tiny_data):
     table = (out / "scaling.md").read_text()
     assert "At the end of training on 2 GPUs all parameters are the same bits on every rank." in table
     assert table.count("| stage 2 | 2 |") == table.count("| middle | 2 |") == 1
-    assert table.strip() in done.stdout
-    again = call(*words, "--within", 0)
-    assert again.returncode == 0, again.stderr
-    assert again.stdout.count("done before") == 6
+    assert table.strip() in stdout
+    ended, stdout, stderr = call(*words, "--within", 0)
+    assert ended == 0, stderr
+    assert stdout.count("done before") == 6
 
 
 def test_what_matters_most_comes_first():
@@ -103,8 +99,8 @@ def test_parameters_that_differ_are_a_failure(tmp_path):
         (("--trained", "tiny", "--steps-only", "none", "--gpus", 2, "train.num_stepz=3"), "num_stepz"),
     ],
 )
-def test_mistakes(words, message, tmp_path):
-    done = call(*words, "--out", tmp_path / "out")
-    assert done.returncode == 2
-    assert message in done.stderr
+def test_mistakes(words, message, tmp_path, call):
+    ended, _, stderr = call(*words, "--out", tmp_path / "out")
+    assert ended == 2
+    assert message in stderr
     assert not list(tmp_path.rglob("*.jsonl"))

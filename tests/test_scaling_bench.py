@@ -1,8 +1,8 @@
 """`scaling`: time that no computing hides, efficiency, tables, failures; two gloo processes from launch to table."""
 
 import json
+import os
 import random
-import subprocess
 import sys
 
 import pytest
@@ -11,6 +11,7 @@ from benchmarks import scaling, scaling_table
 from benchmarks.overlap import communication, length
 from benchmarks.scaling_table import efficiency, tables, write_tables
 from nanosprint.training.profile import Span, spans_of
+from tests import forked
 
 STAGED = (  # the record, small
     "model.dim=32", "model.num_heads=2", "model.num_layers=3", "model.vocab_size=512", "model.document_start=511",
@@ -184,16 +185,48 @@ def test_the_doc_in_the_repository_has_its_marks(tmp_path, results):
         write_tables(results, copy)
 
 
-def bench(*words, timeout=240):
-    command = [sys.executable, "-m", "benchmarks.scaling", *map(str, words)]
-    return subprocess.run(command, cwd=scaling.ROOT, capture_output=True, text=True, timeout=timeout)
+def launch(command, limit_s, more):
+    """`scaling.run` with processes that a server forks, in place of fresh interpreters and of torchrun's."""
+    assert command[:2] == [sys.executable, "-m"]
+    processes, words = 1, command[2:]
+    if words[0] == "torch.distributed.run":
+        processes = int(words[words.index("--nproc-per-node") + 1])
+        words = words[words.index("-m") + 1 :]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **more}
+    done = forked.run(*words, cwd=scaling.ROOT, environment=environment, timeout=limit_s, processes=processes)
+    sys.stdout.write(done.stdout)
+    sys.stderr.write(done.stderr)
+    return f"ended with code {done.returncode}" if done.returncode else None
 
 
-def test_two_processes_measure_every_stage_and_a_failure_costs_no_other(tmp_path):
-    done = bench("record", *STAGED, "--gpus", "3,1,2", "--steps", 1, "--profile", 2, "--out", tmp_path / "out")
-    assert done.returncode == 1
-    assert "3 processes cannot share train.lanes=8 equally" in done.stderr
-    assert done.stderr.splitlines()[-1] == "steps on 3: ended with code 1"
+@pytest.fixture
+def bench(monkeypatch):
+    """bench(*words): `python -m benchmarks.scaling`; the exit code, or what it says at its end."""
+
+    def call(*words):
+        monkeypatch.setattr(sys, "argv", ["scaling", *map(str, words)])
+        try:
+            scaling.main()
+        except SystemExit as ended:
+            return ended.code
+        return 0
+
+    return call
+
+
+def test_two_processes_measure_every_stage_and_a_failure_costs_no_other(tmp_path, bench, monkeypatch, capfd):
+    """Two are started by torchrun itself, the others as if by it."""
+    real = scaling.run
+
+    def run(command, *more):
+        return (real if "--nproc-per-node 2" in " ".join(command) else launch)(command, *more)
+
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(scaling, "run", run)
+    ended = bench("record", *STAGED, "--gpus", "3,1,2", "--steps", 1, "--profile", 2, "--out", tmp_path / "out")
+    assert ended == "steps on 3: ended with code 1"
+    done = capfd.readouterr()
+    assert "3 processes cannot share train.lanes=8 equally" in done.err
     rows = [json.loads(line) for line in (tmp_path / "out" / "record.jsonl").read_text().splitlines()]
     steps = [r for r in rows if r["benchmark"] == "scaling"]
     assert [(r["gpus"], r["stage"]) for r in steps] == [(n, f"stage {i}") for n in (1, 2) for i in range(3)]
@@ -204,17 +237,16 @@ def test_two_processes_measure_every_stage_and_a_failure_costs_no_other(tmp_path
         assert two["communication_ms"] == two["exposed_ms"] == [None, None]  # a CPU has no such kernels
     assert steps[5]["sent_mb"] > steps[4]["sent_mb"] > 0.1  # the embedding has left the head, and travels itself
     assert [(r["gpus"], r["differing"]) for r in rows if r["benchmark"] == "agreement"] == [(1, []), (2, [])]
-    assert "| whole run | 2 |" in done.stdout
+    assert "| whole run | 2 |" in done.out
 
 
-def test_whole_trainings_beside_an_earlier_one(tmp_path, tiny_data):
+def test_whole_trainings_beside_an_earlier_one(tmp_path, tiny_data, bench, monkeypatch, capsys):
+    monkeypatch.setattr(scaling, "run", launch)
     out, common = tmp_path / "out", ("tiny", "exec.device=cpu", "exec.threads=1", "--gpus", "none")
     common += ("--data", tiny_data, "--runs", tmp_path / "runs", "--out")
-    first = bench(*common, tmp_path / "first", "--train", "1")
-    assert first.returncode == 0, first.stderr
+    assert bench(*common, tmp_path / "first", "--train", "1") == 0
     earlier = tmp_path / "first" / "tiny-1337-1gpu.record.json"
-    done = bench(*common, out, "--train", "2", "--cold", "--one-gpu", earlier)
-    assert done.returncode == 0, done.stderr
+    assert bench(*common, out, "--train", "2", "--cold", "--one-gpu", earlier) == 0
     one, without_warm, two = [json.loads(line) for line in (out / "tiny.jsonl").read_text().splitlines()]
     assert (one["gpus"], one["cold"], one["differing"], one["warm_start_s"]) == (1, None, None, None)
     assert (two["gpus"], two["cold"], two["differing"]) == (2, True, [])
@@ -223,7 +255,7 @@ def test_whole_trainings_beside_an_earlier_one(tmp_path, tiny_data):
     assert [step for step, _ in one["val_curve"]] == [step for step, _ in two["val_curve"]]
     assert two["val_loss"] == pytest.approx(one["val_loss"], abs=1e-3)
     assert two["val_curve"][-1] == [20, two["val_loss"]]
-    assert "At the end of training on 2 GPUs all parameters are the same bits on every rank." in done.stdout
+    assert "At the end of training on 2 GPUs all parameters are the same bits on every rank." in capsys.readouterr().out
     assert (out / "tiny-1337-2gpu.record.json").exists()
     assert len(list((tmp_path / "runs").iterdir())) == 2  # the warm start's is gone
 
@@ -241,8 +273,7 @@ def test_multicast_stays_off_in_what_is_launched(monkeypatch):
     assert scaling.run([sys.executable, "-c", check, *scaling.NO_MULTICAST], 60, {}) is None
 
 
-def test_what_cannot_be_measured_is_refused(tmp_path):
-    done = bench("record", "train.num_stepz=3", "--out", tmp_path / "out")
-    assert done.returncode == 2
-    assert "num_stepz" in done.stderr
+def test_what_cannot_be_measured_is_refused(tmp_path, bench, capsys):
+    assert bench("record", "train.num_stepz=3", "--out", tmp_path / "out") == 2
+    assert "num_stepz" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

@@ -75,9 +75,18 @@ def run(layout, groups, split_from, lanes):
 CASES = [(layout, groups, split) for layout in ("out_in", "in_out") for groups in (TIED, TURNS) for split in (4, 5, 99)]
 
 
-def several(rank, processes):
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+    """A file: what is written out by hand, and the model that one process trains in each case."""
     truths = {(every, split): by_hand(every, split) for every in (1, 2) for split in (4, 5, 99)}
     singles = [run(layout, groups, split, 8)[0] for layout, groups, split in CASES]
+    file = tmp_path_factory.mktemp("tied") / "expected.pt"
+    torch.save((truths, singles), file)
+    return file
+
+
+def several(rank, processes, expected):
+    truths, singles = torch.load(expected, weights_only=False)
     if processes > 1:
         join(rank, processes)
     for (layout, groups, split), single in zip(CASES, singles, strict=True):
@@ -95,13 +104,13 @@ def several(rank, processes):
         dist.destroy_process_group()
 
 
-def test_one_process():
-    several(0, 1)
+def test_one_process(expected):
+    several(0, 1, expected)
 
 
 @pytest.mark.parametrize("processes", [2, 4])
-def test_several_processes(processes):
-    spawn(processes, several)
+def test_several_processes(processes, expected):
+    spawn(processes, several, expected)
 
 
 def test_a_checkpoint_remembers_whether_they_are_tied():

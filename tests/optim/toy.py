@@ -17,7 +17,6 @@ from nanosprint.optim import build, sharding
 from nanosprint.optim.engine import Engine
 
 LANES, LENGTH, VOCAB, DIM = 8, 5, 11, 6
-mp.get_context("forkserver").set_forkserver_preload(["torch.distributed", "nanosprint.optim.engine"])
 EXACT = Precision(compute="fp64", orthogonalize="fp64")
 ADAM = AdamConfig(betas=(0.8, 0.95), eps=1e-10, eps_form="uncorrected")
 GROUPS = (
