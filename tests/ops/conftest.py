@@ -1,6 +1,4 @@
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -8,6 +6,9 @@ import torch
 
 from nanosprint.kernels import has_triton
 from nanosprint.ops import fp8
+from tests import forked
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -30,7 +31,9 @@ def run_interpreted():
         pytest.skip("the kernels themselves are tested here")
 
     def run(file):
-        env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
-        subprocess.run([sys.executable, file], check=True, env=env, timeout=120)
+        module = ".".join(Path(file).relative_to(ROOT).with_suffix("").parts)
+        environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+        done = forked.run(module, cwd=ROOT, environment=environment, timeout=120)
+        assert done.returncode == 0, done.stdout + done.stderr
 
     return run
