@@ -8,16 +8,21 @@ from pathlib import Path
 
 import pytest
 
+from nanosprint.results.record import RunRecord
+
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = [*sorted((ROOT / "scripts").glob("*.sh")), ROOT / ".ci/run"]
 
-# The network replaced: what is fetched lies there. All else is the real program.
+# The network replaced: what is fetched lies there. All else is the real program, with the second seed in one process.
 NANOSPRINT = """#!/bin/sh
 echo "nanosprint $*" >> "$CALLS"
 if [ "$1 $2" = "data download" ]; then
     mkdir -p data
     cp -r "$DATA" "data/$3"
     exit
+fi
+if [ "$1 $5 $6 $8" = "train --gpus 2 2" ]; then
+    exec "{python}" -m nanosprint train "$2" "$3" "$4" "$7" "$8" "$9" "${{10}}"
 fi
 exec "{python}" -m nanosprint "$@"
 """
@@ -80,6 +85,8 @@ def test_speedrun_dry(checkout, tmp_path):
     calls = (tmp_path / "calls").read_text().splitlines()
     assert [call.split()[1] for call in calls] == ["data", "data", "check", "train", "train"]
     assert calls[0] == "nanosprint data download tiny --shards 9"
+    assert ["--gpus 2 --seed" in call for call in calls] == [False, False, False, True, True]
+    assert [RunRecord.load(tmp_path / f"runs/speedrun/{n}").world_size for n in (1, 2)] == [2, 1]
     (tmp_path / "calls").unlink()
     again = checkout("--dry-run")
     assert again.returncode == 0, again.stdout + again.stderr

@@ -185,7 +185,7 @@ def interpreted():
 
     kernels.SOFTCAP_XENT = dict.fromkeys((1, 2, 4), (64, 4))  # several rounds a row
     for spec in CAPS:
-        for T, V, m in SHAPES:
+        for T, V, m in (*SHAPES[:-1], (9, *SHAPES[-1][1:])):  # a program a row, each for itself
             valid = max(1, V - 5)
             logits, labels = case(T, V, m)
             labels = labels._replace(ids=labels.ids.clamp(max=valid - 1))
