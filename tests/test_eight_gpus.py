@@ -39,7 +39,7 @@ def test_all_of_it_on_two_processes(tmp_path, tiny_data, call):
     out = tmp_path / "out"
     words = ["exec.device=cpu", "exec.compile=off", "exec.threads=1", *(f"record-third:{word}" for word in SMALL)]
     words += ["--gpus", 2, "--trained", "record-third", "--steps-only", "tiny", "--data", tiny_data]
-    words += ["--runs", tmp_path / "runs", "--out", out, "--steps", 1, "--profile", 1]
+    words += ["--runs", tmp_path / "runs", "--out", out, "--steps", 1, "--profile", 0]
     left, _, _ = call(*words, "--within", 0)
     assert left.count("left, call again") == 6
     ended, stdout, stderr = call(*words)
@@ -47,6 +47,7 @@ def test_all_of_it_on_two_processes(tmp_path, tiny_data, call):
     rows = [json.loads(line) for line in (out / "record-third.jsonl").read_text().splitlines()]
     stages = [(row["gpus"], row["stage"]) for row in rows if row["benchmark"] == "scaling"]
     assert stages == [(gpus, f"stage {i}") for gpus in (2, 1) for i in range(3)]
+    assert not any("kernels" in row for row in rows)  # no profile was asked for; test_scaling_bench has one
     trained = {row["gpus"]: row for row in rows if row["benchmark"] == "training"}
     assert trained[2]["warm_start_s"] > 0
     assert trained[2]["differing"] == []
