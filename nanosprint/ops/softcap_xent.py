@@ -106,9 +106,18 @@ def _kernel(logits: Tensor, curve: Curve | None, out: Tensor) -> Callable[..., N
             from nanosprint.kernels.softcap_xent_resident import softcap_xent_resident
 
             return functools.partial(softcap_xent_resident, tile=held)
+        _told_that_it_does_not_fit(logits.shape[1], *strides, curve.amplitude)
     from nanosprint.kernels.softcap_xent import softcap_xent as kernel
 
     return kernel
+
+
+@functools.cache
+def _told_that_it_does_not_fit(columns: int, logits_row: int, grad_row: int, amplitude: float) -> None:
+    _log.warning(
+        "rows of %d logits, %d and %d apart, capped at %g, do not fit the loss kernel that reads them once: a slower "
+        "one serves", columns, logits_row, grad_row, amplitude,
+    )  # fmt: skip
 
 
 def _may_hold(logits: Tensor, out: Tensor) -> bool:

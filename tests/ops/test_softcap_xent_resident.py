@@ -108,6 +108,16 @@ def test_rows_that_fit():
         assert not tile.fits(*odd, 11.5)
 
 
+def test_a_row_that_does_not_fit_is_told_once(monkeypatch, caplog):
+    pytest.importorskip("nanosprint.kernels.softcap_xent")
+    monkeypatch.setattr(softcap_xent, "has_gluon", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    logits = torch.zeros(2, 60 * 1024).bfloat16()
+    for _ in range(2):
+        softcap_xent._kernel(logits, Curve(15.0, 1.0, 0.0), logits)
+    assert [record.getMessage()[:21] for record in caplog.records] == ["rows of 61440 logits,"]
+
+
 def test_who_gets_it(monkeypatch):
     kernels = pytest.importorskip("nanosprint.kernels.softcap_xent_resident")
     twice = pytest.importorskip("nanosprint.kernels.softcap_xent").softcap_xent
