@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.requests import request_of
-from nanosprint.errors import UserError
-from nanosprint.evidence.jobs import Preparation, Runner, cold_caches, gpus_for, orderly_end
+from nanosprint.evidence.jobs import Preparation, Runner, check_prepare, cold_caches, gpus_for, orderly_end
 from nanosprint.results.record import RunRecord
 from nanosprint.results.runs import RunDir
 from nanosprint.training.request import RunRequest, parse_budget, start_run
@@ -66,11 +65,8 @@ def run_jobs(
     share: the runs of a rung share a process, and so a GPU; else each has its own. `prepare`, above 1: so many rungs on
     a GPU get their graphs side by side before any run there begins; raises UserError where runs share no process.
     """
-    if prepare > 1 and not (share and all(one.group for one in jobs)):
-        raise UserError(
-            f"--prepare {prepare} is for runs that share a process with others of their rung: not with --processes "
-            "each, --cold or exec.gpus above 1"
-        )
+    together = share and all(one.group for one in jobs)
+    check_prepare(prepare, together, "--processes each, --cold or exec.gpus above 1")
     results.mkdir(parents=True, exist_ok=True)
     left = [one for one in jobs if not _is_done(one, results)]
     print(f"{len(left)} of {len(jobs)} runs to do", flush=True)

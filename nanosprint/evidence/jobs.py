@@ -328,6 +328,14 @@ def cold_caches() -> Iterator[dict[str, str]]:
         yield {"TORCHINDUCTOR_CACHE_DIR": empty, "TRITON_CACHE_DIR": empty}
 
 
+def check_prepare(prepare: int, share: bool, unlike: str) -> None:
+    """Raise UserError for workers to be prepared where runs share none; `unlike`: the options that keep them apart."""
+    if prepare > 1 and not share:
+        raise UserError(
+            f"--prepare {prepare} is for runs that share a process with others of their recipe: not with {unlike}"
+        )
+
+
 def gpus_for(parallel: int, option: str = "--gpus-parallel") -> list[str | None]:
     """What CUDA_VISIBLE_DEVICES is for each of `parallel` jobs; None leaves it as it is."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -17,7 +17,7 @@ from pathlib import Path
 from nanosprint.data.datasets import ensure_dataset
 from nanosprint.data.lock import locked, try_lock
 from nanosprint.errors import UserError
-from nanosprint.evidence.jobs import Preparation, Runner, gpus_for, orderly_end
+from nanosprint.evidence.jobs import Preparation, Runner, check_prepare, gpus_for, orderly_end
 from nanosprint.evidence.series import Entry, Race, claim_race_dir, load_race, save_race
 from nanosprint.results.record import RunRecord
 from nanosprint.results.runs import RunDir
@@ -47,11 +47,7 @@ def carry_on(folder: Path, say: Callable[[str], None], parallel: int = 1, prepar
         raise UserError(
             f"--gpus-parallel {parallel} is for runs of one process: this race has --gpus {race.execution.gpus}"
         )
-    if prepare > 1 and race.group(race.order[0]) is None:
-        raise UserError(
-            f"--prepare {prepare} is for runs that share a process with others of their recipe: not with --processes "
-            "each, nor with --gpus above 1"
-        )
+    check_prepare(prepare, race.group(race.order[0]) is not None, "--processes each, nor with --gpus above 1")
     lock = try_lock(folder / ".lock")
     if lock is None:
         raise UserError(f"another process is carrying out the race in {folder}: wait for it, or stop it")
