@@ -98,7 +98,7 @@ class Worker:
                 self._ahead = Ahead(request, kept)
                 return
             assert ahead is not None, f"{step!r} without the steps before"
-            {"choose": ahead.choose, "compile": ahead.compile, "warm up": ahead.warm_up}[step]()
+            getattr(ahead, step.replace(" ", "_"))()  # the steps of `evidence/workers.py` are its methods
         self._ahead = ahead if step != "warm up" else None
 
     def _request(self, run: RunDir) -> "tuple[RunRequest, Kept]":
